@@ -37,8 +37,7 @@ class AttackFailed(FedsimError):  # noqa: N818 - reads as the row's status
 class AttackState:
     """Base of every attack's state, with the fields that `solve` reads.
 
-    `iteration` is the number of iterations so far; each `step` that does not end the attack has to
-    raise it.
+    Each `step` that does not end the attack has to raise `iteration`.
     """
 
     iteration: int = 0
@@ -56,7 +55,7 @@ class Attack(Plugin, Generic[S]):
     takes_rows: ClassVar[bool] = False
     """Whether it also attacks a model of a table's rows, and not only one of images."""
     reads: ClassVar[tuple[Payload, ...]] = ("update",)
-    """Kinds of client message that it can read. It is asked about rows one at a time."""
+    """Kinds of client message that it can read."""
     ignores_update: ClassVar[bool] = False
     """Whether it never looks at the update: a control, which draws what its prior knows. It is
     ranked behind all that look, and never said to work."""
@@ -64,16 +63,16 @@ class Attack(Plugin, Generic[S]):
     """Whether it says, of a given row, if that took part. Else it recovers one that did."""
     asked_of_sources: ClassVar[bool] = False
     """Whether it says which client holds each of the given examples, known to be held by one
-    (`Knowledge.records`). It is `asked_of_candidates` as well, and gets those that took part, of
-    all clients together."""
+    (`Knowledge.records`). It is `asked_of_candidates` as well, and gets those of all clients
+    together."""
     follows_tensor_rate: ClassVar[bool] = False
     """Whether `fedsim.privacy.recovery.tensor_rate` is what theory predicts of its error."""
     reads_truncated: ClassVar[bool] = False
     """Whether it takes entries that a defense truncated as they are. Else it gets zeros in their
     place, declared as removed: an entry is then its true value, or nothing."""
     on_processor: ClassVar[bool] = False
-    """Whether it computes on the CPU wherever the observation lies. Many small problems in float64
-    are slower on an accelerator; `solve` moves what they read, and what they answer back."""
+    """Whether it computes on the CPU wherever the observation lies, as many small problems in
+    float64 are slower on an accelerator; `solve` moves what it reads and answers."""
 
     @property
     def joins_rounds(self) -> bool:
@@ -91,9 +90,9 @@ class Attack(Plugin, Generic[S]):
     def brings(self) -> tuple[str, ...]:
         """Returns the attack's own knowledge, such as `public=photos`, which no grant names.
 
-        Rows state this knowledge, and are ranked apart. The default is all files and folders that
-        parameters name, also within lists and mappings. A value that the parameter's type lists as
-        a choice names none.
+        Rows state it, and are ranked apart. The default is all files and folders that parameters
+        name, also within lists and mappings, but for values that the parameter's type lists as a
+        choice.
         """
         fields = type(self).model_fields
         return tuple(
@@ -108,7 +107,7 @@ class Attack(Plugin, Generic[S]):
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> S:
         """Returns the state before the first step. Tensors live on the observation's device.
 
-        `rng` is on the CPU and the only source of randomness: what it draws is moved to the device.
+        `rng` is on the CPU and the only source of randomness.
 
         Raises:
             AttackFailed: nothing can be recovered from this observation, with the reason.
@@ -127,10 +126,7 @@ class Attack(Plugin, Generic[S]):
         """Returns what was recovered; images are in pixels on [0, 1]."""
 
     def total(self) -> int | None:
-        """Returns the number of iterations of one restart, for progress; None if unknown.
-
-        The default is None.
-        """
+        """Returns the number of iterations of one restart, for progress; None if unknown."""
         return None
 
 
@@ -172,11 +168,7 @@ def _name_of(text: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Holds what a progress display is told while an attack runs.
-
-    `restart` is the number of the present restart, from 0, of `restarts` in all. `iteration` is how
-    many iterations it has made, of `total` (None: unknown). `loss` is the attack's own.
-    """
+    """Holds what a progress display is told while an attack runs; restarts count from 0."""
 
     restart: int
     restarts: int
@@ -187,10 +179,10 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """Holds the best restart's reconstruction and the cost of all restarts.
+    """Holds the best restart's reconstruction and number (from 0), and the cost of all restarts.
 
-    `restart` is the best one's number, from 0, and `seconds` is the time of all. The most memory
-    that was ever in use is `peak_memory_bytes`: of the observation's GPU, or else of this process.
+    `peak_memory_bytes` is the most that was ever in use, of the observation's GPU or else of this
+    process.
     """
 
     reconstruction: Reconstruction
@@ -216,17 +208,8 @@ def solve(
 ) -> Solution:
     """Runs `attack` from several starting points, and returns the answer of least own loss.
 
-    Same arguments, same result but for `seconds` and memory. The answer's tensors are on the device
-    of the observation's parameters.
-
-    Args:
-        attack: The attack with its parameters.
-        observation: What the attacker saw.
-        knowledge: What the attacker is granted beside the observation.
-        seed: Seed of all that the attack draws.
-        restarts: Number of starting points, at least 1.
-        progress: Function that is called with the progress of the attack.
-        every: Least number of seconds between two calls of `progress`.
+    Same arguments, same result but for `seconds` and memory. Tensors of the answer are on the
+    device of the observation's parameters. `progress` is called at most once in `every` seconds.
 
     Raises:
         AttackFailed: the update is zero everywhere or not finite, a step of the attack raises it,
@@ -293,10 +276,9 @@ def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[
 
 
 def unreadable(attack: str, reads: Sequence[Payload], released: Payload | None) -> str | None:
-    """Returns why an attack cannot read messages of kind `released`; None if it can.
+    """Returns why an attack that `reads` these kinds cannot read `released`; None if it can.
 
-    `attack` is the attack's name, and `reads` are the kinds that it reads. A `released` of None
-    stands for messages that no attack reads.
+    A `released` of None stands for messages that no attack reads.
     """
     if released in reads:
         return None

@@ -23,9 +23,8 @@ from fedsim.rng import uniform as uniform
 from fedsim.types import UNKNOWN, Effect, LocalTraining, ModelSpec, Tensors, Update
 
 LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
-"""(parameters, normalized images (B, C, H, W), labels) -> mean loss, 0-d. Pure.
-
-Labels are (B,) int64 or (B, K) probabilities."""
+"""(parameters, normalized images (B, C, H, W), labels) -> mean loss, 0-d. Pure. Labels are (B,)
+int64 or (B, K) probabilities."""
 
 FeaturesFn = Callable[[Tensors, Tensor], Tensor]
 """(parameters, normalized images) -> what enters the classifier (B, d). Differentiable in both."""
@@ -38,19 +37,16 @@ GradientFn = Callable[[Tensors, Tensor, Tensor, torch.Generator], Tensors]
 class LocalStep:
     """Holds what a training defense computes the direction of a client's local step from.
 
-    Images are normalized, (B, C, H, W); labels are (B,) int64, or (B, K) probabilities. `loss` maps
-    (parameters, images, labels) to the mean loss, 0-d. `features` maps (parameters, images) to what
-    enters the classifier, (B, d).
+    Images are normalized, (B, C, H, W); labels are (B,) int64, or (B, K) probabilities.
     """
 
     model: nn.Module
-    """Network whose layers have the names of the parameters. Its own weights mean nothing, since
-    the client's are handed to the functions below."""
+    """Network whose layers have the names of the parameters; its own weights mean nothing."""
     loss: LossFn
     features: FeaturesFn
     gradient: GradientFn
-    """Function (parameters, images, labels, rng) -> direction so far, named like the parameters. It
-    is the plain loss's gradient, which a step subtracts, changed by the defenses before this."""
+    """Direction so far: the plain loss's gradient, which a step subtracts, changed by the defenses
+    before this."""
     spec: ModelSpec
     """Description of the model: its number of classes, and how its inputs are normalized."""
     batch_size: int
@@ -66,9 +62,7 @@ class DataDefense(Plugin):
 
     @abstractmethod
     def sigma(self, release: Release) -> float:
-        """Returns the σ >= 0 of the σ I below one client's rows, in the units of the rows.
-
-        `release` is what the client releases.
+        """Returns the σ >= 0 of the σ I below one client's rows, in their units.
 
         Raises:
             FedsimError: the defense does not fit what is released, or no σ is enough.
@@ -76,18 +70,11 @@ class DataDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns what is proven of a client's release from the regularized rows.
-
-        Raises:
-            FedsimError: `sigma` raises it.
-        """
+        """Returns what is proven of a release from the regularized rows; it fails as `sigma`."""
 
     @property
     def least_clients(self) -> int:
-        """Least number of clients whose combined releases have the claim of `Guarantee.pooled`.
-
-        The default is 1.
-        """
+        """Least number of clients whose combined releases have the claim of `Guarantee.pooled`."""
         return 1
 
     @property
@@ -98,11 +85,8 @@ class DataDefense(Plugin):
     def check(self, clients: Mapping[int, Tensor]) -> None:
         """Refuses data that contradict what the claim assumes; by default none are refused.
 
-        The refusal is itself a function of the data, and nothing hides it.
-
-        Args:
-            clients: Client number -> its rows (n, d + 1) before σ I is appended, for all clients of
-                one release.
+        `clients` maps each client of a release to its rows (n, d + 1) before σ I is appended. The
+        refusal is itself a function of the data, and nothing hides it.
 
         Raises:
             FedsimError: the data contradict it; the message has the parameter, its value and the
@@ -118,17 +102,14 @@ class StatisticDefense(Plugin):
     """
 
     statistic: ClassVar[Statistic]
-    """Statistic that it acts on."""
 
     @abstractmethod
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
         """Returns the private version of a client's statistic `value`, which is not changed.
 
-        Args:
-            value: Features (n, d) or a kernel matrix (n, n), by `statistic`.
-            release: Public bounds of what the client releases.
-            rng: Only source of randomness, on the CPU. Noise that protects is drawn from it by
-                `normal` and `uniform` of this module; torch's own draws can be predicted.
+        `value` is features (n, d) or a kernel matrix (n, n). `rng`, on the CPU, is the only source
+        of randomness. Noise that protects is drawn from it by `normal` and `uniform` of this
+        module; torch's own draws can be predicted.
 
         Raises:
             FedsimError: the defense cannot do what it is asked for.
@@ -138,8 +119,7 @@ class StatisticDefense(Plugin):
     def guarantee(self, release: Release) -> CurveMechanism:
         """Returns what is proven of the private statistic, for rows within the bounds of `release`.
 
-        Raises:
-            FedsimError: `apply` raises it.
+        It fails as `apply` does.
         """
 
     @property
@@ -148,25 +128,15 @@ class StatisticDefense(Plugin):
         return False
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses a `client`'s `value` that contradicts what the claim assumes; by default none.
-
-        The refusal is itself a function of the data, and nothing hides it.
-
-        Raises:
-            FedsimError: the value contradicts it; the message has the parameter, its value and the
-                data's.
-        """
+        """Refuses a `client`'s `value` that contradicts the claim's assumption (`DataDefense`)."""
 
     @abstractmethod
     def public_parameters(self, release: Release) -> Mapping[str, float]:
-        """Returns the parameters of the private statistic's distribution, which are public.
+        """Returns the parameters of the private statistic's distribution; it fails as `apply` does.
 
         Attacks know these names, and treat a defense with others as unknown. Truncated Laplace
         noise on each entry of features has `scale` b and `bound` B. A kernel matrix K that becomes
         the covariance of k draws of N(0, K + γ I) has `samples` k and `lift` γ.
-
-        Raises:
-            FedsimError: `apply` raises it.
         """
 
 
@@ -177,24 +147,18 @@ class UpdateDefense(Plugin):
     """
 
     deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    """Import name of a mod or filter of another framework that does the same -> its settings. These
-    are a mapping, too: name of a setting there -> parameter of this defense.
-
-    Where a tap finds one in an app, the defense stands for it."""
+    """Import name of a mod or filter of another framework that does the same -> its settings, by
+    name there -> parameter here. Where a tap finds one in an app, the defense stands for it."""
 
     @property
     def claimed_epsilon(self) -> float | None:
-        """ε that the configuration states as its budget, proven or not; by default None.
-
-        Rows show it beside the ε that is proven.
-        """
+        """ε that the configuration states as its budget, proven or not; by default None."""
         return None
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Returns the state before the first round, for updates shaped like `update`.
+        """Returns the state before the first round, for updates like `update`; by default none.
 
-        The default state is empty: nothing is remembered. `sensitivity` is the L2 bound that the
-        defenses before this one guarantee (inf if none).
+        `sensitivity` is the L2 bound that the defenses before this one guarantee (inf if none).
         """
         return {}
 
@@ -220,16 +184,15 @@ class UpdateDefense(Plugin):
     def effect(self, before: Guarantee) -> Effect:
         """Returns what the defense does to an update, for attacks to allow for.
 
-        `before` is what was proven before this defense. The default is UNKNOWN: attacks then assume
-        noise of unknown size, so that the defense looks safer than it is.
+        The default is UNKNOWN: attacks then assume noise of unknown size, so that the defense looks
+        safer than it is.
         """
         return UNKNOWN
 
     def public_parameters(self, before: Guarantee) -> Mapping[str, float]:
-        """Returns derived parameters, which follow from declared ones and what held `before`.
+        """Returns public parameters that replace declared ones in observations; by default none.
 
-        They are as public as the declared ones, and replace them in observations. The default is
-        none.
+        They follow from declared ones and what held `before`.
         """
         return {}
 
@@ -252,18 +215,16 @@ class TrainingDefense(Plugin):
 
     @property
     def target(self) -> AskedEpsilon | None:
-        """ε for which this defense's noise has to be found; None where the noise is declared.
+        """ε for which this defense's noise has to be found; None, the default, for declared noise.
 
-        The default is None. A defense with a target proves an ε of ∞, and gives no direction, until
-        `with_noise`.
+        A defense with a target proves an ε of ∞, and gives no direction, until `with_noise`.
         """
         return None
 
     def with_noise(self, multiplier: float) -> TrainingDefense:
         """Returns a copy with the same target and noise of `multiplier` times the clipping bound.
 
-        Raises:
-            NotImplementedError: the defense takes no noise; by default none does.
+        By default a NotImplementedError says that the defense takes none.
         """
         raise NotImplementedError(f"{type(self).__name__} has a target and takes no noise")
 
@@ -272,27 +233,22 @@ class TrainingDefense(Plugin):
         return declared
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the function that gives the direction of a local `step`.
+        """Returns the function that gives the direction of a local `step`; by default as so far.
 
-        The default is `step.gradient`, the direction so far. The function's rng is on the CPU, its
-        images perhaps on a GPU. Noise that protects is drawn as in `UpdateDefense.apply`.
+        The function's rng is on the CPU, its images perhaps on a GPU. Noise that protects is drawn
+        as in `UpdateDefense.apply`.
         """
         return step.gradient
 
     @abstractmethod
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns what is proven of the update after training as `training` says.
+        """Returns what is proven of the update after training, given what was proven `before`.
 
-        `before` is what was proven without this defense. `training` is that after all training
-        defenses of the stack, this one and later ones included.
+        `training` is that after all training defenses of the stack, here and in `effect`.
         """
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns what the defense does to the update beyond what its method `training` says.
-
-        The argument is the local training after all training defenses of the stack. The default is
-        UNKNOWN.
-        """
+        """Returns what the defense does to the update beyond `training`; by default UNKNOWN."""
         return UNKNOWN
 
 
@@ -303,8 +259,8 @@ class StatefulTrainingDefense(TrainingDefense):
     def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
         """Returns the function that gives the direction of a local `step`, given the `memory`.
 
-        The function may read and replace entries of the client's `memory`. This is empty before the
-        client's first step, and is kept between rounds.
+        The function may read and replace entries of the client's `memory`, which is empty before
+        the client's first step and is kept between rounds.
         """
 
     def gradient(self, step: LocalStep) -> GradientFn:
@@ -320,8 +276,8 @@ class LossTerm(nn.Module, ABC):
     def loss_term(self) -> Tensor:
         """Returns the term, 0-d, for the batch of the last call of `forward`.
 
-        The term is the mean of the examples' own terms. Defenses that clip each example's gradient
-        can then take it from the loss of that example.
+        It is the mean of the examples' own terms, so that defenses that clip each example's
+        gradient can take it from the loss of that example.
         """
 
 
@@ -335,22 +291,16 @@ class ModelDefense(Plugin):
     def wrap(self, body: nn.Module, head: nn.Module, features: int) -> tuple[nn.Module, nn.Module]:
         """Returns the altered (body, head) of a model that was just built.
 
-        New weights are drawn from torch's global stream. Parameters keep their names where the
-        parts that hold them stay in place. Attacks on the classifier look for the last parameters
-        `head.output.weight` and `head.output.bias`.
-
-        Args:
-            body: Computes the features of (B, C, H, W), which are then flattened.
-            head: Computes logits (B, K) of K classes from features (B, d).
-            features: Number d of features that `body` computes.
+        `body` computes `features` entries of (B, C, H, W), which are then flattened; `head`
+        computes logits (B, K) from these. New weights are drawn from torch's global stream.
+        Parameters keep their names where the parts that hold them stay in place. Attacks on the
+        classifier look for the last parameters `head.output.weight` and `head.output.bias`.
         """
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns what the defense does to an update besides altering the model.
+        """Returns what it does to an update besides altering the model; by default UNKNOWN.
 
         `training` is the local training after the stack's training defenses.
-
-        The stack declares that the model is altered. The default is UNKNOWN.
         """
         return UNKNOWN
 
@@ -367,16 +317,13 @@ class AggregationDefense(Plugin):
         """Returns the one update that the server sees, and takes `updates` one by one.
 
         Of a `NoisyAggregation` it is that before `add_noise`. Its `num_examples` is the sum of
-        theirs, and its tensors share no memory with theirs.
-
-        Raises:
-            FedsimError: there are no updates.
+        theirs, and its tensors share no memory with theirs. No updates are a FedsimError.
         """
 
     def seen_by_one_of(self, participants: int) -> AggregationDefense:
-        """Returns the aggregation as seen by one of its `participants`, which is their number.
+        """Returns the aggregation as seen by one of `participants`, who takes off its own update.
 
-        That client takes off its own update. The default hides all others as well as before.
+        The default hides all others as well as before.
         """
         return self
 
@@ -385,10 +332,7 @@ class AggregationDefense(Plugin):
         """Returns what is proven of the combined update; `before` is proven of each update."""
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns what is added to the plain sum or mean of the clients' updates.
-
-        `before` is proven of each client's update. The default is UNKNOWN.
-        """
+        """Returns what is added to the plain sum or mean of the updates; by default UNKNOWN."""
         return UNKNOWN
 
 
@@ -411,11 +355,7 @@ class NoisyAggregation(AggregationDefense):
 
     @abstractmethod
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
-        """Returns `combined`, which `combine` returned and which stays, with the server's noise.
-
-        `round` has what the noise depends on. Noise is drawn from its streams as in
-        `UpdateDefense.apply`.
-        """
+        """Returns `combined`, unchanged itself, with noise drawn as in `UpdateDefense.apply`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,9 +379,7 @@ class SumTerms:
     The sum is that of clipped updates, each times its weight."""
 
     def client_noise(self, participants: int) -> float:
-        """Returns the deviation of the noise that each client adds to an entry of its own update.
-
-        The update is then clipped and has its weight.
+        """Returns the deviation of noise on an entry of each client's clipped and weighted update.
 
         `participants` is the number of clients in the round.
         """
@@ -452,20 +390,17 @@ class SumTerms:
 class MaskedAggregation(NoisyAggregation):
     """Aggregates by a protocol of clients and server, who sees masked vectors and their sum.
 
-    The federation runs the protocol (`fedsim.federation.secure_aggregation`), on the terms that the
-    defense states. `combine` and `add_noise` are what it comes to: the ideal functionality, with a
-    trusted party in place of masks.
+    The federation runs the protocol (`fedsim.federation.secure_aggregation`). `combine` and
+    `add_noise` are what it comes to: the ideal functionality, with a trusted party in place of
+    masks.
     """
 
     @abstractmethod
     def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
-        """Returns the terms of a secure sum of clients' updates.
+        """Returns the terms of a secure sum; a FedsimError if nothing bounds what a client adds.
 
-        `before` is proven of each update. `most_examples` is the largest number of examples that a
-        client can report.
-
-        Raises:
-            FedsimError: nothing bounds what a client adds.
+        `before` is proven of each update. `most_examples` is the largest number that a client can
+        report.
         """
 
 
@@ -498,7 +433,7 @@ def all_finite(update: Tensors) -> bool:
 def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
     """Returns `update` with independent N(0, std^2) on every entry; `std` 0 changes no bit.
 
-    Noise is drawn as `standard_normal` draws it, and rounded as by `add_noise`.
+    Noise is drawn as by `standard_normal`, and rounded as by `add_noise`.
     """
     if std == 0:
         return dict(update)
@@ -506,10 +441,10 @@ def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
 
 
 def standard_normal(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-    """Returns independent draws of N(0, 1) in float64, with the names and shapes of `like`.
+    """Returns independent draws of N(0, 1) in float64, named, shaped and placed like `like`.
 
-    They are on the devices of `like`. From a `fedsim.rng.Stream` they are cryptographic. From any
-    other generator they are torch's own, which can be predicted and protect nobody.
+    From a `fedsim.rng.Stream` they are cryptographic. From any other generator they are torch's
+    own, which can be predicted and protect nobody.
     """
     return {
         # Drawn on the CPU and moved, so that every device adds the same noise.
@@ -521,11 +456,11 @@ def standard_normal(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
 def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
     """Returns `update` plus `std` > 0 times the float64 `noise`, without its low bits.
 
-    The low bits of a float tell which values it can be a noisy version of. (Mironov, On
-    Significance of the Least Significant Bits for Differential Privacy, CCS 2012.) So the sum is
-    taken in float64 and rounded to a multiple of at most `std` / 2^18. Then it is rounded to the
-    type of the update. Near 0, noise can have 10^9 values within one such step. Beyond 6.8
-    deviations, where one entry in 10^11 lies, it has few or none.
+    The low bits of a float tell which values it can be a noisy version of (Mironov, On Significance
+    of the Least Significant Bits for Differential Privacy, CCS 2012). So the float64 sum is rounded
+    to a multiple of at most `std` / 2^18, then to the type of the update. Near 0, noise can have
+    10^9 values within one such step; beyond 6.8 deviations, where one entry in 10^11 lies, few or
+    none.
     """
     return {
         name: without_low_bits(tensor.double() + std * noise[name], std).to(tensor.dtype)
@@ -534,10 +469,7 @@ def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
 
 
 def without_low_bits(noisy: Tensor, scale: float) -> Tensor:
-    """Rounds float64 values `noisy` to a multiple of at most `scale` / 2^18.
-
-    `scale` is the noise's standard deviation. `add_noise` says why this is done.
-    """
+    """Rounds float64 `noisy` to a multiple of at most `scale` (its noise's deviation) / 2^18."""
     # A power of two, so that dividing and multiplying by it are exact.
     return _rounded_to(2.0 ** (math.floor(math.log2(scale)) - _STEP_BITS), noisy)
 

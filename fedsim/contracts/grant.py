@@ -16,11 +16,7 @@ from fedsim.types import Observation, Tensors
 
 
 class Meaning:
-    """Says what a field of `Grant` is about, and what each of its values means.
-
-    `of` is `images` or `rows`, which the field's attacks recover. `words` says what each value
-    grants, in their order. `from_truth` and `honest` are values of the field, or None.
-    """
+    """Says what a field of `Grant` is about, and what each of its values means."""
 
     def __init__(
         self,
@@ -112,19 +108,14 @@ class Grant(BaseModel):
 
     @classmethod
     def meanings(cls, of: str | None = None) -> dict[str, Meaning]:
-        """Returns field -> its meaning, of all fields or of those for attacks on `of`.
-
-        `of` is `images` or `rows`.
-        """
+        """Returns field -> its meaning, of all or of those for attacks `of` images or rows."""
         # Pydantic keeps what `Annotated` adds to a type, here a `Meaning`, as metadata.
         own = {name: info.metadata[0] for name, info in Grant.model_fields.items()}
         return {name: meaning for name, meaning in own.items() if of in (None, meaning.of)}
 
     @classmethod
     def least(cls, **more: str) -> Grant:
-        """Returns the grant with the fields of `more`, and the least value of all others.
-
-        An attack says by it what it needs.
+        """Returns the grant of `more`, and the least of all else: what an attack needs.
 
         Raises:
             ValidationError: there is no such field or value.
@@ -150,10 +141,7 @@ class Grant(BaseModel):
         return None
 
     def from_truth(self) -> list[str]:
-        """Returns the granted fields that only the victim knows, as `labels=known`.
-
-        They are in the order of the class's fields; empty if there are none.
-        """
+        """Returns the granted fields that only the victim knows, as `labels=known`."""
         return [
             f"{name}={getattr(self, name)}"
             for name, meaning in self.meanings().items()
@@ -161,10 +149,7 @@ class Grant(BaseModel):
         ]
 
     def beyond_honest(self) -> list[str]:
-        """Returns the granted fields that no honest server has by itself, as `public=test`.
-
-        Unless its `Meaning` says otherwise, a field counts from its second value on.
-        """
+        """Returns the granted fields that no honest server has by itself, as `public=test`."""
         values = self.values()
         return [
             f"{name}={getattr(self, name)}"
@@ -184,8 +169,8 @@ class Grant(BaseModel):
 class MembershipCandidates:
     """Holds the examples of which a membership attack on updates says whether they took part.
 
-    A fair coin decided it for each of them. At the aggregate and client vantages they are the
-    candidates of all clients whose mean was seen.
+    A fair coin decided it for each of them. Where a mean was seen, they are those of all its
+    clients.
     """
 
     inputs: Tensor
@@ -193,8 +178,8 @@ class MembershipCandidates:
     labels: Tensor
     """(N,) int64."""
     seen: tuple[Observation, ...]
-    """Recordings of the attacked stack at the attacked vantage up to the attacked round, which is
-    included. They are ordered by round and client, and of all clients that the watcher sees."""
+    """Recordings of the attacked stack at the attacked vantage up to the attacked round, included,
+    of all clients that the watcher sees, ordered by round and client."""
 
     def of_victim(self, attacked: Observation) -> tuple[Observation, ...]:
         """Returns the recordings of the `attacked` client, or of the mean, by round."""
@@ -235,27 +220,25 @@ class Knowledge:
     """(N,) int64, set only if `labels` are known."""
     exact_bn: Tensors | None = None
     """Mean and biased variance of each channel of every batch-norm layer's input, over the victim
-    batch: (channels,), named `<module>.mean` and `<module>.var`. Set only if `bn` is exact."""
+    batch: (channels,), named `<module>.mean` and `<module>.var`. Only if `bn` is exact."""
     true_features: Tensor | None = None
     """(N, d) inputs of the head, set only if `features` are known."""
     other_rows: tuple[Tensor, ...] = ()
-    """(n, d + 1) float64 of each client that the release is of: the rows that took part, but for
-    the target. A row has its features first, then the value to predict, or an entry for each class
-    in its place (`RowTruth.rows`). Set only if `rows` are those of the others."""
+    """(n, d + 1) float64 of each client that the release is of: the rows that took part (as in
+    `RowTruth.rows`), but for the target. Set only if `rows` are those of the others."""
     target_client: int = 0
     """Client whose row the target is, counted in `other_rows`."""
     public_images: Tensor | None = None
-    """(P, C, H, W) uint8, or (P, D) float32 of rows: images of the kind that clients hold, of
-    which none holds any. Set only if `public` is the test split."""
+    """(P, C, H, W) uint8, or (P, D) float32 of rows: images of the kind that clients hold, of which
+    none holds any. Set only if `public` is the test split."""
     public_labels: Tensor | None = None
     """(P,) int64: classes of the public images; None where they were not recorded."""
     candidates: MembershipCandidates | None = None
     """Examples that are asked about where an update of a model is attacked; None if none are."""
     seen: tuple[Observation, ...] = ()
-    """Recordings of the attacked stack at the attacked vantage up to the attacked round, which is
-    included, ordered by round and client. Set only for attacks that join rounds."""
+    """Recordings as in `MembershipCandidates.seen`. Set only for attacks that join rounds."""
     records: SourceRecords | None = None
     """Examples whose client is asked for; None if none are."""
     candidate: Tensor | None = None
-    """(d + 1,) float64: the row of which is asked whether it took part. None if the question is
-    what the missing row is, or if an update of a model is attacked."""
+    """(d + 1,) float64: the row of which is asked whether it took part; None if the question is
+    what the missing row is, or an update of a model is attacked."""

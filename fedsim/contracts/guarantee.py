@@ -24,12 +24,12 @@ class Mechanism:
     `noise_multiplier` is s / C: the noise's standard deviation over the L2 bound of what one `unit`
     contributes. `relation` says what neighbouring data are: under `zero_out` that contribution is
     exchanged for zero and the sensitivity is C; under `replace_one` it is exchanged for any other
-    and the sensitivity is 2C. `releases` counts how often one round makes the release; `sampling`
-    says how each drew its own batch from the client's data (None: an example may be in every one).
-    `correlation` is λ where a client's t-th release has the noise
-    z_t - λ z_(t-1), over all its rounds; `noise_multiplier` is then that of z_t. `shared` says that
-    the noise is the server's: t counts the federation's rounds, whoever takes part in them. `holds`
-    says in words of what the noise multiplier depends, if it depends on others than the client.
+    and the sensitivity is 2C. `releases` counts those of one round; `sampling` says how each drew
+    its own batch from the client's data (None: an example may be in every one). `correlation` is λ
+    where a client's t-th release has the noise z_t - λ z_(t-1), over all its rounds;
+    `noise_multiplier` is then that of z_t. `shared` says that the noise is the server's: t counts
+    the federation's rounds, whoever takes part in them. `holds` says in words of what the noise
+    multiplier depends, if it depends on others than the client.
     """
 
     noise_multiplier: float
@@ -54,9 +54,8 @@ def of_steps(
     """Returns the mechanism of Gaussian noise on the sum of clipped gradients of every step.
 
     Neighbours differ in one example. Where examples are drawn independently of each other, it is
-    there or not (`zero_out`). In a batch of fixed size, another one is in its place
-    (`replace_one`). `noise_multiplier` is the standard deviation over the clipping bound, and
-    `correlation` is λ of `Mechanism`. `training` is that after the stack's training defenses.
+    there or not (`zero_out`); in a batch of fixed size, another one is in its place
+    (`replace_one`). `training` is that after the stack's training defenses.
     """
     steps = 1 if training.algorithm == "fedsgd" else training.steps
     # One batch for all steps is not drawn anew: the example may be in each, and nothing is
@@ -78,9 +77,9 @@ def of_steps(
 class ExactMechanism(ABC):
     """Describes a release that is no Gaussian mechanism, but whose ε has a proof of its own.
 
-    `unit` says whose data are hidden. `relation` says from which neighbours: `add_or_remove` are
-    data with and without them, `relative` those that keep to an assumption. `accountant` says in a
-    few words how ε is found.
+    `relation` says from which neighbours data are hidden: `add_or_remove` are data with and without
+    them, `relative` those that keep to an assumption. `accountant` says in a few words how ε is
+    found.
     """
 
     unit: Unit
@@ -89,16 +88,10 @@ class ExactMechanism(ABC):
 
     @abstractmethod
     def epsilon(self, delta: float, releases: int) -> float:
-        """Returns the least proven ε at `delta` of this many `releases` of the same data.
-
-        The releases are independent. The result is inf if no ε is proven.
-        """
+        """Returns the least proven ε at `delta` of these independent `releases`; inf if none is."""
 
     def with_share(self, share: float) -> ExactMechanism | None:
-        """Returns the release with the fraction `share` of its noise's variance.
-
-        The default is None: nothing is known of that release.
-        """
+        """Returns the release with a `share` of its noise's variance; None: not known."""
         return None
 
 
@@ -106,9 +99,9 @@ class ExactMechanism(ABC):
 class CurveMechanism(ABC):
     """Describes a release that is not Gaussian, but composes, as its whole privacy curve is known.
 
-    `unit` says whose data are hidden. `beta` is how far neighbours' examples are apart at most,
-    under relation `close`; under `relative` neighbours also keep to an assumption. `accountant`
-    says in a few words how the curve is found.
+    `beta` is how far neighbours' examples are apart at most, under relation `close`; under
+    `relative` neighbours also keep to an assumption. `accountant` says in a few words how the curve
+    is found.
     """
 
     unit: Unit
@@ -118,10 +111,7 @@ class CurveMechanism(ABC):
 
     @abstractmethod
     def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the natural logarithm of δ at each of `epsilons` >= 0, in the same shape.
-
-        It is the largest over neighbours, in both directions.
-        """
+        """Returns ln δ at each of `epsilons` >= 0: the largest over neighbours, both directions."""
 
 
 @final
@@ -129,7 +119,7 @@ class CurveMechanism(ABC):
 class Composed:
     """Composes independent releases of the same data, each by a mechanism of known curve.
 
-    There is at least one part. A FedsimError is raised if units or β of parts differ.
+    There is at least one part; a FedsimError is raised if units or β of parts differ.
     """
 
     parts: tuple[CurveMechanism, ...]
@@ -176,9 +166,9 @@ class Release:
 
     `sketch`: D'G, G of standard normal entries. `coefficients`: those of least squares.
     `sketched_coefficients`: those of least squares on a sketch. `normal_coefficients`: a draw of
-    the normal distribution that the latter tends to. `kernel_regression`: the predictor of a kernel
-    regression, a function of `statistics`, and of labels that nothing protects. `kernel_model`: its
-    features and coefficients.
+    the normal distribution that the latter tends to. `kernel_regression`: the predictor, a function
+    of `statistics`, and of labels that nothing protects. `kernel_model`: its features and
+    coefficients.
     """
 
     kind: ReleaseKind
@@ -191,19 +181,19 @@ class Release:
     statistics: tuple[Statistic, ...] = ()
     """Statistics that it is computed from; empty where it is computed from the rows directly."""
     gain: float = 1.0
-    """s, the largest eigenvalue of the matrix S, in the kernel (x'z)(x'Sz) of two examples'
-    features x and z. It is public."""
+    """s, the largest eigenvalue of the public matrix S, in the kernel (x'z)(x'Sz) of two examples'
+    features x and z."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guarantee:
     """States what is proven of an update on its way through a stack.
 
-    `sensitivity` bounds the L2 norm of the whole update (all tensors together) whatever the data
-    (inf: no bound); `mechanism` is the release it has been through (None: no proven one); `reason`
-    says why there is none. `pooled` is the mechanism of the plain mean of all clients' updates,
-    where they share the noise among them; else None. `shapes` are those of the update's
-    floating-point tensors; None where they are not known yet.
+    `sensitivity` bounds the L2 norm of the whole update whatever the data (inf: no bound).
+    `mechanism` is the release it has been through (None: no proven one, for that `reason`).
+    `pooled` is the mechanism of the plain mean of all clients' updates, where they share the noise
+    among them; else None. `shapes` are those of floating-point tensors; None where they are not
+    known yet.
     """
 
     sensitivity: float = math.inf
@@ -218,18 +208,12 @@ class Guarantee:
         return None if self.shapes is None else sum(map(math.prod, self.shapes))
 
     def bounded(self, norm: float) -> Guarantee:
-        """Returns the guarantee after a step that lengthens no update and leaves none over `norm`.
-
-        `norm` is an L2 norm.
-        """
+        """Returns it after a step that lengthens no update and leaves none over the L2 `norm`."""
         # What was proven before still holds, as the step lengthens nothing.
         return replace(self, sensitivity=min(self.sensitivity, norm))
 
     def unproven(self, reason: str) -> Guarantee:
-        """Returns the guarantee after a step that may enlarge the update; a mechanism is kept.
-
-        `reason` says which step, and is stated where ε is infinite.
-        """
+        """Returns it after a step that may enlarge the update, for that `reason`."""
         # Behind the noise all is post-processing, which no later step can undo.
         reason = self.reason if self.mechanism else reason
         return replace(self, sensitivity=math.inf, reason=reason)

@@ -32,18 +32,17 @@ from fedsim.types import (
 )
 
 LabelledBatches = Sequence[tuple[Tensor, Tensor]]
-"""Inputs of a client's computation: (pixels (B, C, H, W), labels (B,)) of each local step. A
-learner that releases once gets one batch of all that the client holds; for a table it is (rows (n,
-d + 1), labels)."""
+"""Inputs of a client's computation: (pixels (B, C, H, W) or features, all in [0, 1], labels (B,))
+of each local step. A learner that releases once gets one batch of all that the client holds; for a
+table it is (rows (n, d + 1), labels)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """Describes what a learner works on: one stack's federation, without its clients' data.
 
-    `learner` is the learner's name and parameters. `device` is where it computes. `seed` is the
-    scenario's, from which it derives weights and other public draws. `clients` is the number of
-    clients of the federation.
+    `seed` is the scenario's, from which it derives weights and other public draws, and `clients`
+    counts those of the federation.
     """
 
     learner: Named
@@ -56,24 +55,19 @@ class Problem:
     examples: int
     """Number of training examples of all clients together."""
     model: Named | None = None
-    """Network as the scenario names it; None if it names none."""
+    """Network as the scenario names it, if any."""
     weights: str | None = None
     """Path of the weights to start from; None for fresh ones."""
     plants: bool = False
     """Whether the server plants neurons in what it sends with a probe, and trains without them."""
     projection_radius: float | None = None
-    """L2 radius of the ball around the initial weights in which the global model is held; None: it
-    is held in none."""
+    """L2 radius of the ball around the initial weights in which the global model is held; or
+    None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Holds what a client is asked in a round.
-
-    `batches` has (inputs, labels) of each local step: pixels in [0, 1], (B, C, H, W), or features
-    in [0, 1]. A learner that releases once gets one batch of all that the client holds; of a table
-    that is (rows (n, d + 1), labels). `parameters` and `buffers` are the global model's.
-    """
+    """Holds what a client is asked in a round, at the global model's `parameters` and `buffers`."""
 
     batches: LabelledBatches
     parameters: Tensors
@@ -92,8 +86,8 @@ class Computed:
     """Holds what a client computed, before the update defenses."""
 
     update: Tensors
-    """Update on any device, named and shaped like the parameters. Of training it is a gradient or a
-    change of weights, as `LocalTraining` says; else the release."""
+    """Update on any device, named and shaped like the parameters: a gradient or a change of
+    weights, as `LocalTraining` says, or the release."""
     buffers: Tensors
     """New floating-point buffers (batch-norm statistics)."""
     num_examples: int
@@ -130,32 +124,28 @@ class Computation(ABC):
     def describe(self) -> ModelSpec | ReleaseSpec | None:
         """Returns what an observation says of the model or release; None if none is observed.
 
-        The default is `spec`: a closed-form learner that is observed has to override it.
+        A closed-form learner that is observed has to override it.
         """
         return self.spec
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth | None:
         """Returns the rows that a client's release may be computed from, one for each of `inputs`.
 
-        `inputs` and `labels` are those of the client's examples, as in its batches. All rows are
-        members, and of client 0. The result is None, as by default, for a learner whose releases
-        are never observed.
+        All are members, and of client 0. None, by default, where releases are never observed.
         """
         return None
 
     def most_examples(self, training: LocalTraining) -> int:
         """Returns the largest weight of a client in the mean over clients, in examples.
 
-        `training` is the local training after the stack's training defenses. The default is
-        `training.num_images`.
+        `training` is that after the stack's training defenses.
         """
         return training.num_images
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Refuses data that contradict what a defense's claim assumes; by default none are refused.
 
-        `clients` maps the number of each client that takes part in one release to its (inputs,
-        labels).
+        `clients` maps each client of one release to its (inputs, labels).
 
         Raises:
             FedsimError: the data contradict it (`DataDefense.check`, `StatisticDefense.check`).
@@ -178,19 +168,15 @@ class Computation(ABC):
         """Returns a global parameter after a client's `update` of it; `before` is its value.
 
         The result is what the strategy averages over clients. A gradient is subtracted, times the
-        learning rate of `training`, which is that of the round (`Server.scale_rate`). A change of
-        weights is added, and a release is the result.
+        learning rate of `training`, that of the round. A change of weights is added, and a release
+        is the result.
         """
 
     def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
         """Returns the clients' mean update of one parameter, float64, as two global models tell it.
 
-        `before` and `after` are the parameter's values in both models. The method undoes
-        `apply_update` and `finalize` of a mean in which all clients weigh the same. Only learners
-        for which that is possible override it; the default raises the error.
-
-        Raises:
-            FedsimError: the models do not tell the mean update.
+        It undoes `apply_update` and `finalize` of a mean in which all clients weigh the same. Only
+        learners for which that is possible override it; the default refuses by a FedsimError.
         """
         raise FedsimError(
             "two global models do not tell the mean update of this learner's clients; remove "
@@ -199,10 +185,9 @@ class Computation(ABC):
 
     @abstractmethod
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the new global parameters, given the strategy's `mean` over the clients.
+        """Returns the new global parameters, given the strategy's `mean` over so many `clients`.
 
-        The mean is of what `apply_update` returned, and not of updates. `clients` is the number of
-        clients in it.
+        The mean is of what `apply_update` returned, and not of updates.
         """
 
     @abstractmethod
@@ -211,10 +196,7 @@ class Computation(ABC):
 
     @abstractmethod
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """Returns the weights that the server sends with probes: `parameters` with planted neurons.
-
-        `seed` decides what is drawn for them.
-        """
+        """Returns `parameters` with neurons planted by `seed`, as the server sends with probes."""
 
 
 def model_spec(problem: Problem) -> ModelSpec:
@@ -259,19 +241,12 @@ class Learner(Plugin):
         return None
 
     def least_examples(self, training: LocalTraining) -> int:
-        """Returns the number of examples that a client has to hold at least; by default 1.
-
-        `training` is the local training before any defense.
-        """
+        """Returns the number of examples that a client has to hold at least, before any defense."""
         return 1
 
     @abstractmethod
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner to one stack's federation, which `problem` describes.
-
-        Raises:
-            FedsimError: the learner does not fit the data or the model.
-        """
+        """Binds the learner to one stack's federation; FedsimErrors say that it does not fit."""
 
 
 class TrainingLearner(Learner):
@@ -281,11 +256,7 @@ class TrainingLearner(Learner):
     section: ClassVar[str] = "model"
 
     def view(self, data: Dataset | Table) -> Dataset | Table:
-        """Returns a table as features and classes, since a model is trained on these.
-
-        Raises:
-            FedsimError: the data have no classes.
-        """
+        """Returns a table as features and classes, on which a model is trained."""
         # A closed-form learner reads a table's rows as they are, a network inputs and classes.
         return data.labelled() if self.data is Dataset else data
 
@@ -314,7 +285,7 @@ class DataSource(Plugin):
     def place(self) -> str | None:
         """File or folder that the source reads; None if data come with a package, or are drawn.
 
-        The default is the field `path` or `root`. A node asks its owner's policy about this place.
+        The default is the field `path` or `root`. A node asks its owner's policy about it.
         """
         # These are the names that data sources give to where their data lie.
         named = getattr(self, "path", None) or getattr(self, "root", None)
@@ -323,8 +294,8 @@ class DataSource(Plugin):
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
         """Returns `dataset` with all that this source computes from training data computed anew.
 
-        An audit exchanges an image and calls this. Its two worlds then differ in everything that
-        the image has a say in. The default returns `dataset`, as nothing is computed from it.
+        An audit exchanges an image and calls this, so that its two worlds differ in everything that
+        the image has a say in.
         """
         return dataset
 
@@ -341,8 +312,4 @@ class Engine(Plugin):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuses a machine on which the engine cannot run.
-
-        Raises:
-            FedsimError: the engine cannot run here; the message says the remedy.
-        """
+        """Refuses, by a FedsimError with the remedy, a machine on which it cannot run."""

@@ -14,12 +14,11 @@ Row = dict[str, Any]
 
 
 def rows(kinds: Sequence[str]) -> list[Row]:
-    """Returns a row for every plugin of `kinds` (see `plugins.GROUPS`), broken or not.
+    """Returns a row for every plugin of `kinds` (groups without `fedsim.`), broken or not.
 
-    They are in the order of `kinds`, and those of one kind are sorted by name.
-    A kind is a group without `fedsim.` in front, such as `attacks`. A row has kind, name, package,
-    version, summary, paper, parameters (name, type, default, required, range, description) and
-    error (None, or why the plugin cannot be used).
+    Those of one kind are sorted by name. A row has kind, name, package, version, summary, paper,
+    parameters (name, type, default, required, range, description) and error (None, or why the
+    plugin cannot be used).
     """
     return [
         {
@@ -38,10 +37,7 @@ def rows(kinds: Sequence[str]) -> list[Row]:
 
 
 def render(found: Sequence[Row], width: int = 80) -> str:
-    """Renders rows as text for a terminal of `width` characters; longer lines are wrapped.
-
-    The rows are those that `rows` returned.
-    """
+    """Renders rows of `rows` as text for a terminal of `width` characters, with lines wrapped."""
     blocks: list[str] = []
     kind = None
     for row in found:
@@ -62,11 +58,7 @@ def _block(row: Row, width: int) -> list[str]:
 
 
 def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
-    """Renders `parameters` of a row of `rows` as lines of at most `width` characters.
-
-    Each parameter has a line of name, default, type and range, aligned with the others', and below
-    it its description.
-    """
+    """Renders `parameters` of a row as lines of at most `width` characters, in aligned columns."""
     table = [_parameter(parameter) for parameter in parameters]
     names, defaults = (max((len(cells[i]) for cells in table), default=0) for i in (0, 1))
     lines = []

@@ -49,7 +49,6 @@ class ScoredPair:
     claimed: Tensor
     """(N, ...) answer in the order of the truth, where it was matched."""
     truth: Tensor
-    """(N, ...) truth."""
     unordered: Tensor | None = None
     """(M, ...) as the attack returned it; None if that had the order of the truth."""
     aid: Any = None
@@ -70,9 +69,7 @@ class Term:
 class Metric:
     """Describes a metric for everything that computes, compares or shows its values.
 
-    `compute` returns a tensor (N,) with a value for each truth, a float for all of them, or an
-    `Unavailable` with the reason why there is none. `shown_as` is the form of a table's cell: the
-    mean, the mean with its interval, or the mean in percent.
+    `shown_as` is the form of a table's cell: the mean, the mean with its interval, or in percent.
     """
 
     name: str
@@ -93,7 +90,6 @@ class Metric:
     """Entry of the glossary, if it says more than `heading` and `meaning` do."""
     shown_as: Literal["mean", "interval", "percent"] = "mean"
     digits: int = 2
-    """Number of decimals."""
     narrow: Literal["kept", "late", "early"] = "early"
     """Order in which a table that is too wide leaves columns out: never, late, or early."""
 
@@ -108,10 +104,7 @@ class Metric:
         return Term(key=key, name=self.heading or self.name, meaning=f"{meaning}.")
 
     def gain(self, value: float, over: float) -> float:
-        """Returns by how much `value` leaks more than `over`, in the metric's unit.
-
-        A negative gain means that it leaks less.
-        """
+        """Returns by how much `value` leaks more than `over`, in the metric's unit."""
         return value - over if self.larger_leaks else over - value
 
 
@@ -128,17 +121,15 @@ MOST_CANDIDATES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class GuessChances:
-    """Bounds how likely a guess that saw no update reaches each level of a score.
-
-    `candidates` is the number of public images that the truth may be.
-    """
+    """Bounds how likely a guess that saw no update reaches each level of a score."""
 
     levels: tuple[float, ...]
     """Values of the score, ascending, both ends of its range included."""
     chances: tuple[float, ...]
-    """Upper bound on the probability of a single answer to reach each of `levels`, in their order.
-    The truth is one of the candidates, each as likely."""
+    """Upper bound on the probability of a single answer to reach each of `levels`. The truth is one
+    of the candidates, each as likely."""
     candidates: int
+    """Number of public images that the truth may be."""
     answers: int = 1
     """Number of answers of which the best counts."""
 
@@ -146,17 +137,12 @@ class GuessChances:
 def bound_chances(
     distances: Tensor, radii: Sequence[float], groups: Tensor | None = None
 ) -> tuple[float, ...]:
-    """Returns for each radius a bound on the chance that one answer is so near to the candidate.
+    """Returns for each of `radii` a bound on the chance that one answer is so near to the truth.
 
-    Bounds are upper ones, in the order of `radii`.
-    The candidate is drawn uniformly. Candidates within r of one answer are within 2 r of each
-    other. So no answer has more of them near than some candidate has within 2 r.
-
-    Args:
-        distances: (N, N) distances of a metric between candidates.
-        radii: Radii in the same units.
-        groups: (N,) what the attacker knows of the candidate, such as its label; its answer may
-            differ by group. None: nothing.
+    Bounds are upper ones. The truth is drawn uniformly from N candidates of these (N, N)
+    `distances`. Candidates within r of one answer are within 2 r of each other, so that no answer
+    has more of them near than some candidate has within 2 r. `groups` (N,) is what the attacker
+    knows of the truth, such as its label; None: nothing.
     """
     count = len(distances)
     groups = torch.zeros(count, dtype=torch.int64) if groups is None else groups
@@ -173,15 +159,14 @@ MISSING = -1
 
 
 def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
-    """Assigns reconstructions to truths so that the total mean squared error is least.
+    """Assigns reconstructions (M, ...) to truths (N, ...) so that the total squared error is least.
 
-    `reconstruction` is (M, ...), `truth` is (N, ...), the same shape but for the first axis. The
-    result has N entries: `assignment[i]` is the reconstruction that is scored against truth i.
-    Both are finite, on the CPU, and need no gradient.
+    `assignment[i]` is the reconstruction that is scored against truth i. Both are finite, on the
+    CPU, and need no gradient.
 
     If M > N, only the first N reconstructions count: an attack that hands in many guesses must rank
-    them itself, for choosing among them by the truth would be an oracle. If M < N, N - M truths
-    are left `MISSING` (-1).
+    them itself, for choosing among them by the truth would be an oracle. If M < N, N - M truths are
+    left `MISSING` (-1).
     """
     claimed = reconstruction[: len(truth)].flatten(1).double()
     targets = truth.flatten(1).double()
@@ -212,7 +197,7 @@ def assign(cost: Tensor) -> list[int]:
 def align(values: Tensor, assignment: list[int], fill: Tensor) -> Tensor:
     """Returns `values` (M, ...) in the order of the truths, (N, ...) on the CPU.
 
-    `assignment` has the index into `values` of each truth. Where it is `MISSING`, `fill` (...)
+    `assignment` has the index into `values` of each truth; where it is `MISSING`, `fill` (...)
     stands.
     """
     values = values.detach().cpu()

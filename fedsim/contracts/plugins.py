@@ -80,8 +80,8 @@ class Parameter:
 class Installed:
     """Describes a plugin as `fedsim list` shows it.
 
-    `error` says why it cannot be loaded, or is None; `cls` is its class, or None. A plugin that
-    cannot be loaded has no `parameters`. `version` is that of its package, `?` if not known.
+    `error` says why it cannot be loaded, or is None; `cls` is then None, and `parameters` are
+    empty. `version` is that of its package, `?` if not known.
     """
 
     group: str
@@ -114,11 +114,7 @@ def _entry_points() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Returns the names registered in `group`, sorted, and loads nothing.
-
-    `group` is one of `GROUPS`, here and below: `fedsim.` with `attacks`, `defenses`, `learners`,
-    `models`, `data`, `engines`, `mechanisms` or `targets`.
-    """
+    """Returns the names registered in `group` (of `GROUPS`), sorted, and loads nothing."""
     return tuple(sorted(_entry_points()[group]))
 
 
@@ -170,7 +166,7 @@ def reference(group: str, plugin: Plugin) -> Named:
     """Returns the entry point's name and the parameters that build `plugin` again.
 
     Raises:
-        PluginError: the class of `plugin` is registered in `group` under no name.
+        PluginError: its class is registered in `group` under no name.
     """
     kind = type(plugin)
     value = f"{kind.__module__}:{kind.__qualname__}"
@@ -184,11 +180,7 @@ def reference(group: str, plugin: Plugin) -> Named:
 
 
 def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
-    """Loads the class `name` of `group`, which has to derive from one of `roles`.
-
-    Raises:
-        PluginError: `load` raises it, or the class derives from none of `roles`.
-    """
+    """Loads the class `name` of `group`, as `load` does; it has to derive from one of `roles`."""
     cls = load(group, name)
     if not issubclass(cls, roles):
         wanted = " or ".join(role.__name__ for role in roles)
@@ -217,9 +209,7 @@ def list_installed(group: str) -> list[Installed]:
 
 
 def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
-    """Returns the JSON Schema of a plugin's parameters.
-
-    `ref_template` is the pattern of references to definitions, as of pydantic.
+    """Returns the JSON Schema of a plugin's parameters, with references as `ref_template`.
 
     Raises:
         PluginError: a field's type has no JSON Schema, so no scenario can set it.
@@ -234,11 +224,7 @@ def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[
 
 
 def parameters(cls: type[BaseModel]) -> tuple[Parameter, ...]:
-    """Returns the parameters of a plugin, in the order of its class.
-
-    Raises:
-        PluginError: a field's type has no JSON Schema.
-    """
+    """Returns the parameters of a plugin, in the order of its class; it fails as `schema`."""
     whole = schema(cls)
     definitions = whole.get("$defs", {})
     required = whole.get("required", [])
@@ -305,8 +291,8 @@ def _version(package: Distribution) -> str:
 class Described(GenerateJsonSchema):
     """Describes each field in a JSON Schema by the docstring below it in its class.
 
-    Pydantic can do the same by `use_attribute_docstrings`, but does it whenever a class is made,
-    which takes every process a second.
+    Pydantic's `use_attribute_docstrings` does so whenever a class is made, which takes every
+    process a second.
     """
 
     def model_schema(self, schema: core_schema.ModelSchema) -> dict[str, Any]:

@@ -33,14 +33,12 @@ from fedsim.types import Effect, FedsimError, LocalTraining, Tensors, Vantage
 
 @dataclass(frozen=True)
 class Stack:
-    """Holds the defenses of a stack in the order in which they act.
+    """Holds the defenses of a stack in the order in which they act; `chain` makes and checks it.
 
     Those of the model, data, training and statistics come first, then those of updates, then the
-    aggregation. There is at most one data defense and one aggregation; None where there is none.
-    `chain` makes a stack, and checks the order; the constructor checks nothing.
-
-    `release` of its methods describes what a closed-form learner releases; None for a learner that
-    trains. `declared` is the local training before any defense.
+    aggregation. `release` of its methods describes what a closed-form learner releases, None for a
+    learner that trains. `declared` is the local training before any defense. Methods that need what
+    is proven fail as `guarantees` does.
     """
 
     training_defenses: tuple[TrainingDefense, ...] = ()
@@ -60,10 +58,7 @@ class Stack:
     """Indices of training defenses that were asked for a direction."""
 
     def note_shapes(self, parameters: Iterable[Tensor]) -> None:
-        """Notes the shapes of an update of `parameters`, on which some guarantees depend.
-
-        They are known only after the stack is made, since the model is built for the stack.
-        """
+        """Notes the shapes of an update of `parameters`, on which some guarantees depend."""
         shapes = tuple(tuple(p.shape) for p in parameters if p.is_floating_point())
         object.__setattr__(self, "shapes", shapes)
 
@@ -90,14 +85,7 @@ class Stack:
     def private(
         self, statistic: Statistic, value: Tensor, release: Release, rng: torch.Generator
     ) -> Tensor:
-        """Returns a client's `statistic` made private; `value` itself if no defense acts on it.
-
-        Args:
-            statistic: Name of the statistic.
-            value: Value of the statistic.
-            release: What the client releases.
-            rng: Stream of the defense.
-        """
+        """Returns a client's `statistic` made private, or `value` itself if nothing acts on it."""
         for defense in self.statistic_defenses:
             if defense.statistic == statistic:
                 return defense.apply(value, release, rng)
@@ -117,13 +105,7 @@ class Stack:
     def update_parameters(
         self, declared: LocalTraining, release: Release | None = None
     ) -> list[Mapping[str, float]]:
-        """Returns `UpdateDefense.public_parameters` of each update defense.
-
-        `declared` is the local training before any defense.
-
-        Raises:
-            FedsimError: `guarantees` raises it.
-        """
+        """Returns `UpdateDefense.public_parameters` of each update defense."""
         proven = self.guarantees(declared, release)
         return [
             d.public_parameters(held) for d, held in zip(self.update_defenses, proven, strict=False)
@@ -132,12 +114,7 @@ class Stack:
     def effect(self, declared: LocalTraining, release: Release | None = None) -> Effect:
         """Returns what the whole stack does to the update.
 
-        `declared` is the local training before any defense.
-
         Data and statistic defenses have no part in it: `ReleaseSpec` describes what they do.
-
-        Raises:
-            FedsimError: `guarantees` raises it.
         """
         proven = self.guarantees(declared, release)
         training = self.training(declared)
@@ -171,10 +148,7 @@ class Stack:
         return declared
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the function that gives the direction of a local `step`.
-
-        Every training defense has its part in the direction.
-        """
+        """Returns the function that gives the direction of a `step`, by every training defense."""
         for index, defense in enumerate(self.training_defenses):
             # Noted, so that a learner that trains around its defenses is found out
             # (`federation.refusals`).
@@ -198,10 +172,10 @@ class Stack:
         """Lets the steps of `gradient` inside the block go on from the client's `state`.
 
         `state` is the one after the client's previous round (empty before its first). The mapping
-        that is yielded is filled on exit with what the steps leave, and is kept with the state of
-        the update defenses: what `apply` returned, and these. It stays empty if the block fails.
-        Outside the block, every direction begins as in a client's first round. A stack has one such
-        block at a time: blocks are neither nested nor shared by threads.
+        that is yielded is filled on exit with what the steps leave, and is kept with what `apply`
+        returned. It stays empty if the block fails. Outside the block, every direction begins as in
+        a client's first round. A stack has one such block at a time: blocks are neither nested nor
+        shared by threads.
         """
         self._memories.update({index: {} for index in range(len(self.training_defenses))})
         for name, tensor in state.items():
@@ -222,8 +196,7 @@ class Stack:
     ) -> list[Guarantee]:
         """Returns what is proven before the first update defense, and after each later stage.
 
-        Later stages are the update defenses in order, and the aggregation. `release` is that of a
-        closed-form learner; None for a learner that trains as `declared`.
+        Later stages are the update defenses in order, and the aggregation.
 
         Raises:
             FedsimError: a defense does not fit the learner, or cannot follow what comes before it.
@@ -280,14 +253,7 @@ class Stack:
         return Guarantee(mechanism=Composed(tuple(parts.values())), reason="")
 
     def shows_losses(self, declared: LocalTraining) -> bool:
-        """Returns whether clients that train may report their loss.
-
-        They may not if their update is hidden or privatized. `declared` is the training before the
-        stack's own training defenses.
-
-        Raises:
-            FedsimError: `guarantees` raises it.
-        """
+        """Returns whether clients that train may report their loss: not if updates are hidden."""
         proven = self.guarantees(declared)
         # A loss is a function of the data that none of the noise hides.
         return self.aggregation is None and not any(held.mechanism for held in proven)
@@ -297,11 +263,8 @@ class Stack:
     ) -> Tensors:
         """Returns the state of all update defenses before the first round, as a flat mapping.
 
-        `declared` is the local training before any defense. Names are those of each defense's own
-        state behind its index among the update defenses, as `0.name`.
-
-        Raises:
-            FedsimError: `guarantees` raises it.
+        Names are those of each defense's own state behind its index among the update defenses, as
+        `0.name`.
         """
         proven = self.guarantees(declared, release)
         return {
@@ -316,8 +279,7 @@ class Stack:
     ) -> tuple[Tensors, Tensors]:
         """Returns (defended update, next state); integer tensors pass all update defenses by.
 
-        `state` is what `init` or the previous round returned, and is not changed. The next state is
-        that of update defenses alone. `rng` is the only source of randomness.
+        `state` is what `init` or the previous round returned, and is not changed.
         """
         defended = _floating(update)
         after: dict[str, Tensor] = {}
@@ -338,9 +300,9 @@ def chain(*defenses: Defense) -> Stack:
     """Composes `defenses` in written order; `chain()` is the identity.
 
     Raises:
-        FedsimError: more than one aggregation defense, or one that is not the last; more than one
-            data defense, or one that is not the first; or more than one defense of a statistic, or
-            one behind an update defense.
+        FedsimError: an aggregation defense that is not the last, or a second one; a data defense
+            that is not the first, or a second one; a second defense of a statistic, or one behind
+            an update defense.
     """
     # Only these orders are proven: each defense acts on what the ones before it have made.
     acted: set[Statistic] = set()

@@ -1,10 +1,9 @@
 """Defines the target contract: a kind of leak, and everything that is particular to it.
 
 A target is one file and one entry point of the group `fedsim.targets`. It says what of a client is
-answered (images, labels, who took part), and what truth clients leave for its score. It says by
-which metrics an answer is scored, and compared with the guess of somebody who saw no update. It
-says from which gain on an answer leaks, and what the leak is called. Scores, rows, leaderboard,
-page and glossary follow from that.
+answered (images, labels, who took part), what truth clients leave for its score, by which metrics
+an answer is scored and compared with the guess of somebody who saw no update, from which gain on it
+leaks, and what the leak is called. Scores, rows, leaderboard, page and glossary follow.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class Resources:
 class HeldExamples:
     """Names all examples that a client holds. A call returns inputs (pixels or rows) and labels.
 
-    Inputs are made at each call, and may be many. They are pixels in [0, 1], or the rows of a
-    table, in the order of `labels`.
+    Inputs, pixels in [0, 1] or rows of a table in the order of `labels`, are made at each call, and
+    may be many.
     """
 
     read: Callable[[], tuple[Tensor, Tensor]]
@@ -57,7 +56,6 @@ class HeldExamples:
     labels: Tensor
     """(n,) int64: their labels alone."""
     classes: int
-    """Number of classes of the data; 0 if there are none."""
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Returns inputs (n, ...) and labels (n,) of all examples."""
@@ -110,10 +108,7 @@ class TargetGuess:
 
 @dataclass(frozen=True, kw_only=True)
 class GuessRequest:
-    """Asks for a guess at the truth of an observation, under a threat model.
-
-    `granted` is what the attack is granted; the guess knows no more.
-    """
+    """Asks for a guess at the truth of an observation by somebody who has what is `granted`."""
 
     truth: Truth
     found: Reconstruction | None = None
@@ -144,8 +139,8 @@ class Target(Plugin):
     asked_singly: ClassVar[bool] = False
     """Whether attacks are asked about one example at a time, so that trials share examples."""
     of_all_clients: ClassVar[bool] = False
-    """Whether its truth is of all clients that the watcher saw, and not only of those that the
-    attacked update is of."""
+    """Whether its truth is of all clients that the watcher saw, not only those of the attacked
+    update."""
     pictured: ClassVar[bool] = False
     """Whether answers are pixels, saved as `truth` and `reconstruction`, that a page can show."""
     saved_as: ClassVar[tuple[str, str] | None] = None
@@ -156,15 +151,14 @@ class Target(Plugin):
     """Whether the truth is saved where an attack did not answer this target, too."""
     ranks_by: ClassVar[Literal["own", "gain", "mean"]] = "own"
     """Figure that ranks attacks. `own`: the part of the gain over the guess that is due to the
-    attacked update. `gain`: all of that gain. `mean`: the mean, where guesses are compared by
-    their means alone."""
+    attacked update. `gain`: all of it. `mean`: the mean, where guesses are compared by their means
+    alone."""
     leaks: ClassVar[float]
     """Gain in the first metric from which a trial leaks, over the guess and over another update. If
-    it `ranks_by` the mean, which is an error, it leaks at this share of the guess's error or
-    less."""
+    it `ranks_by` the mean, an error, it leaks at this share of the guess's error or less."""
     exposes: ClassVar[float | None] = None
-    """Gain in the first metric that no attack has by chance, so that one such trial is a leak; None
-    if there is none."""
+    """Gain in the first metric that no attack has by chance, so that one such trial is a leak; or
+    None."""
     likeness: ClassVar[Mapping[str, float]] = {}
     """Metric of likeness -> its value from which an answer that leaks is recognizable. An answer
     may leak by these, whatever the first metric says. The first of them judges means."""
@@ -173,10 +167,10 @@ class Target(Plugin):
     update."""
     agreement: ClassVar[Mapping[str, float]] = {}
     """Metric -> its value that an answer must reach as well before it counts as recognizable, where
-    it was measured. It decides nothing else: what leaks, leaks without it."""
+    it was measured. What leaks, leaks without it."""
     recognizable_from: ClassVar[float | None] = None
-    """Value of the first metric from which an answer that leaks is recognizable, where its likeness
-    was not measured."""
+    """Value of the first metric from which an answer that leaks is recognizable, without
+    likeness."""
     works: ClassVar[float | None] = None
     """Gain in the first metric of an undefended attack from which the positive control passes. If
     None, the main target passes where it `leaks`, and any other target alone does not pass."""
@@ -189,17 +183,12 @@ class Target(Plugin):
     def is_alike(self, values: Mapping[str, float | None], by: Iterable[str]) -> bool:
         """Returns whether an answer is recognizable by any of the metrics of `likeness` in `by`.
 
-        `values` has the value of each metric of the answer; None where it was not measured. The
-        result is False where none of `by` was.
+        In `values`, a metric that was not measured has None, here and below.
         """
         return any(self._reaches(values.get(name), name, self.likeness[name]) for name in by)
 
     def agrees(self, values: Mapping[str, float | None]) -> bool:
-        """Returns whether all metrics of `agreement` that have a value reach what they must.
-
-        `values` has the value of each metric of the answer; None where it was not measured. The
-        result is True where none of them was.
-        """
+        """Returns whether all metrics of `agreement` that were measured reach what they must."""
         return all(
             values.get(name) is None or self._reaches(values[name], name, least)
             for name, least in self.agreement.items()
@@ -213,8 +202,7 @@ class Target(Plugin):
         """Returns whether an answer that leaks is recognizable, by the `values` of its metrics.
 
         The first metric of `likeness` decides or, where it was not measured, the ranking metric.
-        Metrics of `agreement` that were measured have to agree. The result is False where no metric
-        that may decide was measured.
+        Metrics of `agreement` that were measured have to agree. Without any that decides it is not.
         """
         if not self.agrees(values):
             return False
@@ -227,14 +215,10 @@ class Target(Plugin):
         return value is not None and least is not None and self.ranking.gain(value, least) >= 0
 
     def leave(self, batch: Truth, held: HeldExamples) -> Tensor | None:
-        """Returns a tensor that a client leaves for the score; None if its batch is enough.
+        """Returns a tensor that a client leaves for the score; None if its `batch` is enough.
 
-        The tensor becomes part of the client's own truth, which no attack gets to read. The default
-        is None.
-
-        Args:
-            batch: Batch that the update was computed from.
-            held: All that the client holds.
+        It becomes part of the client's own truth, which no attack gets to read. `held` is all that
+        the client holds.
         """
         return None
 
@@ -244,33 +228,22 @@ class Target(Plugin):
         return self.part
 
     def truth_of(self, truth: Truth) -> Tensor | None:
-        """Returns the truth that answers are compared with; None if it was not recorded.
-
-        The default is the tensor `truth_name` of `truth.tensors()`.
-        """
+        """Returns the truth that answers are compared with; None if it was not recorded."""
         return truth.tensors().get(self.truth_name)
 
     def answer_of(self, found: Reconstruction) -> Tensor | None:
-        """Returns an attack's answer to this target; None if it gave none.
-
-        The default is the answer called `part`.
-        """
+        """Returns an attack's answer to this target; None if it gave none."""
         return found.parts().get(self.part)
 
     def prepare(self, resources: Resources) -> Any:
-        """Returns aids for scores that take long to make; it is called once in a process.
-
-        They are made of `resources`. The default is None.
-        """
+        """Returns aids for scores that take long to make, of `resources`; once in a process."""
         return None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
         """Refuses an answer that cannot be scored.
 
-        The default wants the shape of the truth, where there is one, and finite entries.
-
         Raises:
-            ScoringError: the answer has another shape than the truth, or is not finite.
+            ScoringError: by default, it has another shape than the truth, if any, or is not finite.
         """
         true = self.truth_of(truth)
         if true is not None and answer.shape != true.shape:
@@ -283,8 +256,8 @@ class Target(Plugin):
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
         """Compares a checked answer with the truth, by all metrics of this target.
 
-        `aids` maps each target's `part` to what its `prepare` returned. The default pairs both as
-        they are, and makes all metrics unavailable where the truth was not recorded.
+        `aids` maps each target's `part` to what its `prepare` returned, here and below. By default
+        both are paired as they are; where the truth was not recorded, all metrics are unavailable.
         """
         true = self.truth_of(truth)
         if true is None:
@@ -293,11 +266,7 @@ class Target(Plugin):
         return TargetScores(values=self.compute_metrics(pair))
 
     def check_each(self, answer: Tensor, true: Tensor) -> None:
-        """Refuses an `answer` (M, ...) with parts of another shape than those of `true` (N, ...).
-
-        Raises:
-            ScoringError: a part has another shape than the true one.
-        """
+        """Refuses, by a ScoringError, an `answer` (M, ...) of other parts than `true` (N, ...)."""
         if answer.shape[1:] != true.shape[1:]:
             raise ScoringError(
                 f"reconstructed {self.noun} are {tuple(answer.shape[1:])} each, the truth's are "
@@ -305,10 +274,7 @@ class Target(Plugin):
             )
 
     def compute_metrics(self, pair: ScoredPair) -> dict[str, MetricValue]:
-        """Returns metric -> its value, for an answer paired with the truth.
-
-        Each of `metrics` is asked for its own value, so that a subclass need not override this.
-        """
+        """Returns metric -> its value, for an answer paired with the truth."""
         return {metric.name: metric.compute(pair) for metric in self.metrics}
 
     def unavailable(self, reason: str) -> dict[str, MetricValue]:
@@ -318,29 +284,21 @@ class Target(Plugin):
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns the scored guess; None where nothing is guessed.
 
-        `aids` maps each target's `part` to what its `prepare` returned.
-
-        The default guess gives every metric its `uninformed` value. There is none where the attack
-        did not answer this target.
+        By default every metric has its `uninformed` value, if the attack answered this target.
         """
         if request.found is None or self.answer_of(request.found) is None:
             return None
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns metric -> how likely a guess of this truth reaches each level of the metric.
+        """Returns metric -> how likely a guess of this truth reaches each level; empty by default.
 
-        It is the prior of the limits on any attack (`fedsim.privacy.recovery`). The default is
-        empty. `aids` are as in `compare`.
+        It is the prior of the limits on any attack (`fedsim.privacy.recovery`).
         """
         return {}
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns what is saved in the place of a missing part of an answer; zeros by default.
-
-        `true` (N, ...) has the true parts, and the result is one of them (...). `aids` are as in
-        `compare`.
-        """
+        """Returns what is saved for a missing part of an answer, like one of `true` (N, ...)."""
         return torch.zeros_like(true[0])
 
     def tensors_to_save(
@@ -352,13 +310,8 @@ class Target(Plugin):
     ) -> dict[str, Tensor]:
         """Returns name -> tensor to save of an answer and its truth, in the order of the truth.
 
-        An `itemwise` answer that was not matched itself follows the first of `assignments`.
-
-        Args:
-            found: All that the attack answered.
-            truth: Truth of the same observation.
-            assignments: Assignment of each target that was matched, by its part.
-            aids: What targets prepared for scores, as in `compare`.
+        `assignments` has that of each target that was matched, by its part. An `itemwise` answer
+        that was not matched itself follows the first.
         """
         answer, true = self.answer_of(found), self.truth_of(truth)
         if true is None or (answer is None and not self.keeps_truth):
@@ -380,25 +333,17 @@ class Target(Plugin):
         return {name: tensors[name] for name in self.saved_beside if name in tensors}
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the answer (None if there is none) and the truth, by name, from saved `tensors`.
-
-        These are named as `tensors_to_save` names them.
-        """
+        """Returns (answer or None, truth by name) from tensors as `tensors_to_save` names them."""
         answer_name, truth_name = self.saved_as or (self.part, f"truth_{self.part}")
         true = tensors.get(truth_name)
         known = {} if true is None else {self.truth_name: true, **self._select_beside(tensors)}
         return tensors.get(answer_name), known
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns the answer to another update as an answer for this one, which is the control.
+        """Returns the answer to another update as one for this update: the control.
 
-        The default returns `answer` as it is.
-
-        Args:
-            answer: Answer to the other update, as it was saved.
-            pairs: Index of the row of the other update that stands for each row of this one. Only
-                targets that are `asked_singly` need it.
-            truth: Truth of this update.
+        `pairs` has the row of the other update that stands for each row of this one, for targets
+        that are `asked_singly`.
         """
         return answer
 
@@ -481,9 +426,7 @@ def ranking_targets() -> Mapping[str, Target]:
 
 
 def main_target(payload: Payload) -> Target:
-    """Returns the main target of messages of kind `payload`.
-
-    An attack on such messages that answers no target counts for this one.
+    """Returns the target for which attacks on messages of kind `payload` count at least.
 
     Raises:
         PluginError: no installed target is the main one of `payload`.

@@ -15,15 +15,10 @@ _GRAY = (0.299, 0.587, 0.114)
 
 
 def apply_view(images: Tensor, view: Sequence[ImageChange], spec: InputSpec) -> Tensor:
-    """Returns `images` after the changes of `view`, one after the other; differentiable.
+    """Returns images (N, C, H, W), normalized as `spec` says, after the changes of `view` in order.
 
-    What comes from outside of an image is black, and contrast keeps pixels in [0, 1]. Rows of a
-    table are returned as they are.
-
-    Args:
-        images: normalized images (N, C, H, W).
-        view: changes, in the order in which they act. Without any, `images` are returned.
-        spec: says how the images are normalized.
+    It is differentiable. What comes from outside of an image is black, and contrast keeps pixels in
+    [0, 1]. Rows of a table are returned as they are.
     """
     if not view or images.ndim != 4:
         return images
