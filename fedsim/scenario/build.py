@@ -41,7 +41,7 @@ ROLES: dict[str, tuple[type[Plugin], ...]] = {
     "fedsim.data": (DataSource,),
     "fedsim.engines": (Engine,),
 }
-"""The base classes of the plugins of each group; a plugin must derive from one of them."""
+"""Base classes of the plugins of each group, of which a plugin must derive from one."""
 
 RESERVED: dict[str, tuple[str, ...]] = {
     "fedsim.attacks": ("name", "label", "restarts", "blind"),
@@ -57,11 +57,9 @@ RESERVED: dict[str, tuple[str, ...]] = {
 def plugin_class(group: str, name: str) -> type[Plugin]:
     """Returns the class registered as `name` in `group`, if a scenario can name it.
 
-    `group` is a key of `ROLES`; any other is a KeyError.
-
     Raises:
-        PluginError: the class is not installed, cannot be imported, does not derive from the
-            group's base class, or has a parameter whose name is reserved.
+        PluginError: it cannot be loaded as one of `ROLES`, or has a parameter whose name is
+            reserved.
     """
     cls = plugins.load_as(group, name, ROLES[group])
     for field in RESERVED[group]:
@@ -77,8 +75,7 @@ def build_stack(refs: Sequence[PluginRef]) -> Stack:
     """Composes the defenses of `refs` in written order.
 
     Raises:
-        PluginError: a defense is not installed or cannot be imported.
-        FedsimError: the defenses cannot be composed.
+        FedsimError: a defense cannot be loaded, or they cannot be composed.
     """
     members: list[Defense] = []
     for ref in refs:
@@ -91,15 +88,10 @@ def build_stack(refs: Sequence[PluginRef]) -> Stack:
 def announce_defenses(
     stack: Stack, refs: Sequence[PluginRef], declared: LocalTraining, release: Release | None
 ) -> tuple[Mapping[str, object], ...]:
-    """Returns the public facts of the defenses of `refs`, of which `stack` was built.
+    """Returns the public facts of the defenses `refs`, of which `stack` was built.
 
     These are their names and parameters; derived parameters replace those that they follow from.
-
-    Args:
-        stack: the stack that was built of `refs`.
-        refs: the defenses as a scenario has them.
-        declared: local training before any defense changes it.
-        release: what a closed-form learner releases, else None.
+    `declared` is the local training before any defense.
 
     Raises:
         FedsimError: the defenses do not fit each other or the learner (`Stack.guarantees`).
@@ -120,11 +112,7 @@ def announce_defenses(
 
 
 def build_learner(ref: PluginRef) -> Learner:
-    """Builds the learner that `ref` names.
-
-    Raises:
-        PluginError: the learner is not installed or cannot be imported.
-    """
+    """Builds the learner that `ref` names; a PluginError says that it cannot be loaded."""
     learner = plugin_class("fedsim.learners", ref.name).model_validate(ref.parameters)
     assert isinstance(learner, Learner)
     return learner
@@ -134,8 +122,7 @@ def build_engine(name: str) -> Engine:
     """Builds the engine that `federation.engine` names.
 
     Raises:
-        PluginError: the engine is not installed, cannot be imported, or has parameters, which no
-            scenario sets.
+        PluginError: it cannot be loaded, or has parameters, which no scenario sets.
     """
     cls = plugin_class("fedsim.engines", name)
     if cls.model_fields:
@@ -200,10 +187,7 @@ def _rule_of(local: LocalSection) -> StepRule | None:
 
 
 def declared_training(training: Training) -> LocalTraining:
-    """Returns the clients' local training of `training`, before any defense changes it.
-
-    Its `lr` is that before any schedule; `rate_factor` says by how much a round's is less.
-    """
+    """Returns the local training before any defense and, in `lr`, any schedule (`rate_factor`)."""
     local = training.local
     return LocalTraining(
         algorithm=algorithm(training),

@@ -42,10 +42,9 @@ _EXAMPLES = {"alpha": "0.5", "shards_per_client": "2", "path": "clients.csv"}
 def check(
     sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]
 ) -> Iterator[SectionProblem]:
-    """Yields (key path, message) of every problem between `sections`.
+    """Yields (key path, message) of every problem between `sections`: name -> validated value.
 
-    `sections` maps the name of each valid top-level section to its validated value; others are
-    missing. `sound(path)` says whether no problem has been found at `path` or below so far.
+    `sound(path)` says whether no problem has been found at `path` or below so far.
     """
     data, training, observe = (sections.get(name) for name in ("data", "training", "observe"))
     attacks, knowledge = sections.get("attacks"), sections.get("knowledge")
@@ -400,10 +399,7 @@ def _vantages(
     *,
     trains: bool,
 ) -> Iterator[SectionProblem]:
-    """Yields every problem with `observe.vantages`; sections that are not valid are None.
-
-    `trains` says whether the learner trains a model.
-    """
+    """Yields every problem with `observe.vantages`; sections that are not valid are None."""
     if "client" in observe.vantages:
         yield from _lookers(observe, training, federation, trains=trains)
         for name, refs in stacks.items():
@@ -530,10 +526,7 @@ def _batch_norm(knowledge: Grant, training: Training) -> Iterator[SectionProblem
 def _stack(
     name: str, refs: Sequence[PluginRef], training: Training | None, model: PluginRef | None
 ) -> Iterator[SectionProblem]:
-    """Refuses defenses that do not fit each other, the training or the model.
-
-    `training` is None where nothing is trained: what then holds depends on the data, too.
-    """
+    """Refuses defenses that do not fit each other, the training (None: none) or the model."""
     path: KeyPath = ("defenses", name)
     try:
         stack = build_stack(refs)

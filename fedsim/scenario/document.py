@@ -23,24 +23,18 @@ _PART = re.compile(
 
 
 _DEEPEST = 32
-"""Maximum number of parts of a key path, which is the depth that a scenario may have."""
 _SHOWN = 60
-"""Maximum number of characters of a wrong key path that a message quotes."""
 _MAX_PROBLEMS = 50
-"""Maximum number of problems that a message lists."""
 
 
 @dataclass(frozen=True)
 class ScenarioProblem:
-    """States one thing that is wrong with a scenario.
-
-    `path` has the keys and list positions that lead to the value; empty if none is to blame. `str`
-    of it gives place, path and message.
-    """
+    """States one thing that is wrong with a scenario; `str` of it gives place, path and message."""
 
     message: str
     """What was expected, what was found, and what to do."""
     path: KeyPath = ()
+    """Keys and list positions that lead to the value; empty if none is to blame."""
     origin: str = ""
     """The file, or the `--set` that wrote the value; empty for a scenario made in Python."""
     line: int | None = None
@@ -55,7 +49,7 @@ class ScenarioError(FedsimError):
     """A scenario cannot be run.
 
     The message lists each problem once, in order of lines, up to 50, and the number of the others.
-    `problems` has all of them in that order, at least one; those without a line come first.
+    `problems` has all of them in that order; those without a line come first.
     """
 
     def __init__(self, problems: Iterable[ScenarioProblem]) -> None:
@@ -138,8 +132,8 @@ def blaming(key: str) -> Iterator[None]:
 class Mark:
     """Says where a value is written: the file or the override, and the line counted from 1.
 
-    `line` is None for an override and for a whole file. `origin` is empty for a scenario that was
-    not read from a file.
+    `line` is None for an override and for a whole file. `origin` is empty for a scenario from no
+    file.
     """
 
     origin: str
@@ -172,10 +166,7 @@ class Document:
         return self.mark(path).problem(path, message)
 
     def error(self, path: str, message: str) -> ScenarioError:
-        """Returns the error to raise about the value at `path`, such as `data.clients`.
-
-        Here `path` is text as users write it. Text that is no key path is a ValueError.
-        """
+        """Returns the error to raise about the value at `path`, such as `data.clients`."""
         return ScenarioError([self.problem(parse(path), message)])
 
     def part(self, path: KeyPath) -> Document:
@@ -188,11 +179,7 @@ class Document:
         return Document(value, marks)
 
     def without(self, path: KeyPath) -> Document:
-        """Returns a copy of the document without what stands at `path`, a path of mappings' keys.
-
-        Where nothing stands there, or the path leads through a list, the values stay as they are.
-        The path has at least one key.
-        """
+        """Returns a copy without what stands at `path`, one or more keys of mappings."""
         marks = {at: mark for at, mark in self.marks.items() if at[: len(path)] != path}
         return Document(_prune(self.value, path), marks)
 

@@ -96,10 +96,7 @@ def look_up(value: Any, path: KeyPath) -> Any:
 
 
 def unknown_key(key: str, choices: Iterable[str]) -> str:
-    """Returns the message about a key that does not exist, with the nearest of `choices`.
-
-    Where none is near, the message lists all `choices`. It does not name `key` itself.
-    """
+    """Returns the message about an unknown `key`, with the nearest of `choices`, or all."""
     choices = list(choices)
     hint = nearest(key, choices)
     if hint:
@@ -111,8 +108,7 @@ def unknown_key(key: str, choices: Iterable[str]) -> str:
 def show(value: Any) -> str:
     """Returns `value` as messages show it: text in quotes, truth values as `true` and `false`.
 
-    A mapping or list is named without its content, and None is `nothing (null)`. Of more than 60
-    characters the first 40 are shown, with their number.
+    A mapping or list is named without its content; long text is cut, and its length told.
     """
     if value is None:
         return "nothing (null)"
@@ -209,10 +205,7 @@ def _hint(expected: str, value: Any) -> str:
 
 
 def known_keys(model: type[BaseModel]) -> Callable[[KeyPath], tuple[str, ...]]:
-    """Returns a function from a key path below `model` to the keys that may stand there.
-
-    The keys are in the order of the fields, and empty where no mapping may stand.
-    """
+    """Returns a function from a key path below `model` to the keys that may stand there."""
 
     def keys_at(path: KeyPath) -> tuple[str, ...]:
         annotations: list[Any] = [model]

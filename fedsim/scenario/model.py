@@ -53,8 +53,7 @@ class ScenarioSection(BaseModel):
 class PluginRef(ScenarioSection):
     """A plugin by name, with its parameters as the plugin's own class resolved them.
 
-    Neither is checked here. `resolve_plugin` makes one of what a user writes, `{name: ...,
-    parameter: value}`, with all defaults filled in.
+    Neither is checked here: `resolve_plugin` makes one of what a user writes.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Reads YAML into a document, within limits.
+"""Reads YAML 1.2 (core schema) into a document, within limits.
 
-The YAML is that of version 1.2 (core schema): `1e-3` is a number, `no` and `2024-01-01` are text.
-Keys are always text. Tags are refused, and anchors can only be expanded so far.
+`1e-3` is a number, `no` and `2024-01-01` are text. Keys are always text. Tags are refused, and
+anchors can only be expanded so far.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from fedsim.words import number_of
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 MAX_NODES = 50_000
-"""Maximum number of values of a document, with those that aliases repeat."""
 MAX_DIGITS = 500
 """Maximum number of digits of a number. Python may refuse integers of more than 640 decimal digits,
 and a hexadecimal digit is 1.2 decimal ones."""
@@ -64,9 +63,7 @@ def read(path: str | Path) -> Document:
 
 
 def parse_yaml(text: str, origin: str, *, lines: bool = True) -> Document:
-    """Reads `text` as a document.
-
-    Errors call the text `origin`, and give line numbers only if `lines` is true.
+    """Reads `text` as a document; errors name its `origin`, and line numbers if `lines` is true.
 
     Raises:
         ScenarioError: the text is empty or not YAML, or is beyond the limits.
@@ -101,7 +98,7 @@ class _Node:
 class _Builder:
     """Builds plain values from YAML events, keeping lines and limits.
 
-    Working on events rather than on PyYAML's nodes stops a hostile file before it is expanded.
+    Events, unlike PyYAML's nodes, stop a hostile file before it is expanded.
     """
 
     def __init__(self, origin: str, lines: bool) -> None:

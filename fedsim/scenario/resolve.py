@@ -36,9 +36,7 @@ def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
 
 
 def resolve_plugin(group: str, written: Document) -> PluginRef:
-    """Resolves a plugin that is written outside of a scenario as `{name: ..., parameter: value}`.
-
-    `group` is that of its entry point, such as `fedsim.attacks`.
+    """Resolves a plugin of `group` that is written outside of a scenario as `{name: ...}`.
 
     Raises:
         ScenarioError: the plugin is not installed, or its parameters are wrong.
@@ -51,9 +49,7 @@ def resolve_plugin(group: str, written: Document) -> PluginRef:
 
 
 def resolve_section(name: str, written: Document) -> Any:
-    """Returns the top-level section `name` of a scenario of which nothing else is written.
-
-    If `written` has no such key either, that is the section's default.
+    """Returns the top-level section `name` (or its default) of a scenario without any others.
 
     Raises:
         ScenarioError: something in the section is wrong, or it is missing and has no default.
@@ -88,11 +84,7 @@ def as_written(scenario: Scenario) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a scenario where a plugin is named.
-
-    It has the key path, the group of the plugin (such as `fedsim.attacks`), and what is written
-    there: a name, or a mapping of name and parameters.
-    """
+    """A place in a scenario where a plugin of `group` is named: by its name, or by a mapping."""
 
     path: KeyPath
     group: str
@@ -100,10 +92,7 @@ class Slot:
 
 
 def plugin_slots(value: Any) -> Iterator[Slot]:
-    """Yields the plugins that a scenario in plain values names, wherever its shape allows it.
-
-    The source of the data comes first, then learner, model, defenses and attacks.
-    """
+    """Yields the plugins that a scenario in plain values names, wherever its shape allows it."""
     if not isinstance(value, Mapping):
         return
     data = value.get("data")
@@ -134,13 +123,7 @@ class _Resolver:
     problems: list[ScenarioProblem] = field(default_factory=list)
 
     def scenario(self) -> Scenario:
-        """Returns the scenario that the document holds: its sections, plugins and their relations.
-
-        The training algorithm that is implied is written out in it, if the learner trains.
-
-        Raises:
-            ScenarioError: something is wrong; it holds every problem that was found.
-        """
+        """Returns the scenario that the document holds, with the implied algorithm written out."""
         value = self.document.value
         if not isinstance(value, Mapping):
             self.report((), f"expected a mapping that starts with `name: ...`, got {show(value)}")
@@ -188,10 +171,7 @@ class _Resolver:
             return None
 
     def plugin(self, slot: Slot, reserved: tuple[str, ...]) -> dict[str, Any]:
-        """Returns the entry of a plugin in the form of the model, its parameters resolved.
-
-        `reserved` are the keys of the entry that are not the plugin's.
-        """
+        """Returns the entry of a plugin as in the model; `reserved` keys are not the plugin's."""
         written = {"name": slot.value} if isinstance(slot.value, str) else slot.value
         entry = {"name": _PLACEHOLDER, "parameters": {}}
         if not isinstance(written, Mapping):
@@ -300,9 +280,9 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def dump(scenario: Scenario) -> str:
-    """Returns the scenario as YAML, in the order of the model. Same scenario, same text.
+    """Returns the scenario as YAML that loads to an equal one, also under YAML 1.1 readers.
 
-    The text of a resolved scenario loads to an equal scenario, under YAML 1.1 readers too.
+    Same scenario, same text, in the order of the model.
     """
     return yaml.dump(
         as_written(scenario), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100

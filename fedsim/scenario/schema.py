@@ -16,10 +16,7 @@ _SWEEP = {
 
 
 def json_schema() -> dict[str, Any]:
-    """Returns the JSON Schema (draft 2020-12) of a scenario file, with the installed plugins.
-
-    Plugins that cannot be loaded are left out.
-    """
+    """Returns the JSON Schema (draft 2020-12) of a scenario file, with all plugins that load."""
     whole = Scenario.model_json_schema(schema_generator=plugins.Described)
     definitions: dict[str, Any] = whole["$defs"]
     entry = definitions.pop("AttackEntry")["properties"]

@@ -54,10 +54,9 @@ class Override:
 
 
 def parse_override(text: str, option: str = "--set") -> Override:
-    """Reads an override such as `attacks[0].iterations=50`, whose value is YAML.
+    """Reads an override such as `attacks[0].iterations=50`, whose value is YAML (empty: null).
 
-    An empty value is null. Errors name the `option` of the command line that `text` is from:
-    `--set` or `--grant`.
+    `option` of the command line, `--set` or `--grant`, is named by errors.
 
     Raises:
         ScenarioError: `text` has no `=`, its key is no key path, or its value is no YAML.
@@ -76,16 +75,14 @@ def parse_override(text: str, option: str = "--set") -> Override:
 
 
 def apply(document: Document, overrides: Sequence[Override]) -> Document:
-    """Returns the document with every override in place, later ones winning.
-
-    `document` itself stays as it is.
+    """Returns a copy of the document with every override in place, later ones winning.
 
     A mapping on the way that does not exist is created; a plugin written as just its name becomes a
     mapping that parameters can be added to.
 
     Raises:
-        ScenarioError: a key path leads through something that is no mapping or list, or beyond the
-            end of a list. All such overrides are listed.
+        ScenarioError: key paths, all of them listed, lead through something that is no mapping or
+            list, or beyond the end of a list.
     """
     problems: list[ScenarioProblem] = []
     for override in overrides:
@@ -139,13 +136,7 @@ def grant_of(words: Sequence[str]) -> Grant:
 
 
 def parse_overrides(texts: Sequence[str], option: str = "--set") -> list[Override]:
-    """Reads several overrides, each as `parse_override` does.
-
-    Errors name the `option` of the command line, `--set` or `--grant`.
-
-    Raises:
-        ScenarioError: some are wrong; all of them are listed.
-    """
+    """Reads overrides as `parse_override` does; a ScenarioError lists all that are wrong."""
     parsed: list[Override] = []
     problems: list[ScenarioProblem] = []
     for text in texts:
@@ -233,7 +224,7 @@ class Variant(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Names the variant as a folder can be: `training.local.steps=4`; empty for no sweep.
+        """Name as of a folder: `training.local.steps=4`; empty for no sweep.
 
         Where a value had to be shortened, a digest of the assignment keeps the label unique.
         """
@@ -272,7 +263,7 @@ def open_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
     """Returns every scenario that `document` stands for; the last list of the sweep varies fastest.
 
-    If there is no `sweep:` section, there is a single scenario, with an empty assignment.
+    Without a `sweep:` section there is a single one, with an empty assignment.
 
     Raises:
         ScenarioError: the sweep, or one of its scenarios, is wrong. All problems are listed.
@@ -300,8 +291,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     """Loads and resolves the scenario in the file at `path`, with `overrides` (`key=value`).
 
     Raises:
-        ScenarioError: something is wrong with the scenario, or the file has a sweep, which takes
-            `expand`.
+        ScenarioError: something is wrong with it, or it has a sweep, which takes `expand`.
     """
     document = open_document(path, overrides)
     variants = expand(document)
