@@ -46,19 +46,15 @@ _GROUP_CHANNELS = 16
 
 
 def activation(name: Activation) -> nn.Module:
-    """Returns a new element-wise activation of that `name`, never in place.
-
-    Names are `relu`, `leaky_relu`, `elu`, `gelu`, `sigmoid`, `softplus` and `tanh`, as in torch.
-    """
+    """Returns a new element-wise activation of that `name`, never in place."""
     return _ACTIVATIONS[name]()
 
 
 def norm(kind: Norm, channels: int) -> nn.Module:
     """Returns a new normalization of that `kind`, of (B, channels, H, W) features.
 
-    `none` is the identity, and `batch` is batch norm. `group` has groups of 16 channels (Wu and He,
-    Group Normalization, ECCV 2018, Table 3), or one group of all channels where 16 does not divide
-    them.
+    `group` has groups of 16 channels (Wu and He, Group Normalization, ECCV 2018, Table 3), or one
+    group where 16 does not divide them.
     """
     if kind == "batch":
         return nn.BatchNorm2d(channels)
@@ -69,13 +65,7 @@ def norm(kind: Norm, channels: int) -> nn.Module:
 
 
 def require_size(model: str, input_shape: tuple[int, ...], minimum: int) -> None:
-    """Refuses inputs whose height or width is below `minimum` pixels.
-
-    `model` is the name in the message, and `input_shape` is (C, H, W).
-
-    Raises:
-        FedsimError: the images are too small for the model.
-    """
+    """Refuses, by a FedsimError, inputs (C, H, W) of fewer than `minimum` pixels on a side."""
     _, height, width = input_shape
     if min(height, width) < minimum:
         raise FedsimError(
@@ -132,8 +122,7 @@ class HeadDropout(nn.Module):
 class Classifier(nn.Module):
     """Joins body and head: normalized images (B, C, H, W) -> features (B, d) -> logits (B, K).
 
-    Rows of a table are (B, D) in place of images. `imprint` is the module that images pass before
-    the body; None without one.
+    Rows of a table are (B, D) in place of images. `imprint` is a module before the body, or None.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module, unit_features: bool = False) -> None:
@@ -186,18 +175,15 @@ class ModelPlugin(Plugin):
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
         """Builds the model with weights from torch's global stream, without an imprint.
 
-        `input_shape` is (C, H, W) of an image, or (D,) of a row.
-
-        Raises:
-            FedsimError: the architecture does not fit inputs of this shape.
+        `input_shape` is (C, H, W) of an image, or (D,) of a row; a FedsimError says that it does
+        not fit.
         """
 
 
 def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> Classifier:
-    """Builds the model that `spec` names, as `defenses` alter it.
+    """Builds the model that `spec` names, as `defenses` alter it, on the CPU and in train mode.
 
-    The weights are a function of `seed`. Defenses leave the weights of the model itself as they are
-    without them. The model is on the CPU, in train mode.
+    The weights are a function of `seed`; those of the model itself are as without defenses.
 
     Raises:
         PluginError: the model is not installed.
@@ -221,25 +207,14 @@ def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> 
 
 
 def size_of(spec: ModelSpec, defenses: Sequence[ModelDefense] = ()) -> size.Size | None:
-    """Counts the memory that the model of `spec` takes as `defenses` alter it.
-
-    The result is None if the memory cannot be counted.
-
-    Raises:
-        PluginError: the model is not installed.
-        FedsimError: the architecture does not fit the inputs.
-    """
+    """Counts the memory of the model that `build` would make; None if it cannot be counted."""
     plugin = plugins.load("fedsim.models", spec.name).model_validate(dict(spec.parameters))
     assert isinstance(plugin, ModelPlugin)
     return _count_size(plugin, spec, defenses)
 
 
 def feature_size(body: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Returns how many features a new `body` computes from one input of `input_shape`.
-
-    The body runs once in eval mode, which draws nothing and leaves batch-norm statistics as they
-    are. It is left in train mode.
-    """
+    """Returns how many features a new `body`, left in train mode, computes from one input."""
     body.eval()
     with torch.no_grad():
         size = body(torch.zeros(1, *input_shape)).flatten(1).shape[1]
@@ -280,20 +255,13 @@ _sizes: dict[tuple[type[ModelPlugin], str], size.Size | None] = {}
 
 
 def normalize(pixels: Tensor, spec: InputSpec) -> Tensor:
-    """Maps `pixels` in [0, 1], or rows, to the model's input: (x - mean) / std of `spec`.
-
-    `pixels` are floating-point (`as_pixels` makes them so), (B, C, H, W) or (B, D), and so is the
-    result. The map is differentiable.
-    """
+    """Maps pixels in [0, 1], or rows, to the model's input, differentiably: (x - mean) / std."""
     mean, std = _statistics(pixels, spec)
     return (pixels - mean) / std
 
 
 def denormalize(images: Tensor, spec: InputSpec) -> Tensor:
-    """Maps the model's input to entries on [0, 1], without clamping: the inverse of `normalize`.
-
-    The shape stays, and the map is differentiable.
-    """
+    """Maps the model's input to entries on [0, 1], without clamping: the inverse of `normalize`."""
     mean, std = _statistics(images, spec)
     return images * std + mean
 

@@ -51,13 +51,7 @@ class ConvNet(ModelPlugin):
     activation: Activation = "relu"
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds the network with 4 width (H / 9)(W / 9) features, for at least 9x9 pixels.
-
-        Both quotients are rounded down.
-
-        Raises:
-            FedsimError: the images are smaller.
-        """
+        """Builds the network with 4 width ⌊H / 9⌋⌊W / 9⌋ features, for at least 9x9 pixels."""
         blocks = _BLOCKS[self.depth]
         require_size("convnet", input_shape, _POOL ** len(blocks))
         layers: list[nn.Module] = []

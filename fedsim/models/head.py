@@ -25,10 +25,9 @@ from fedsim.types import ModelSpec, Tensors
 class TwoLayerHead(nn.Module):
     """f(x) = A σ(W x + b), from features (B, d) to logits (B, K); `divided`, 1 / m times that.
 
-    The last `planted` of the `width` hidden neurons are the server's: W is drawn from
-    N(0, planted_std² I), b is 0, and each row of A is constant on them (`planted_rows`). The
-    others are ordinary neurons with PyTorch's initialization. `config` has these numbers, for d
-    `in_features` and K `num_classes`. All weights are drawn from torch's global stream.
+    The last `planted` of the `width` hidden neurons are the server's: W is drawn from N(0,
+    planted_std² I), b is 0, and each row of A is constant on them (`planted_rows`). The others are
+    ordinary neurons. All weights are drawn from torch's global stream.
 
     Source: Liu, Wang, Du and Lei, Data Reconstruction Attacks and Defenses: A Systematic
     Evaluation, section 2.1 ("weight initialization": `graded` rows, `planted` is v), and Appendix B
@@ -72,11 +71,10 @@ class TwoLayerHead(nn.Module):
 
 
 def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> nn.Module:
-    """Builds the head that `config` describes; without one, a dropout and a linear layer.
+    """Builds the head of `config`, or without one a linear layer with dropout before it.
 
-    The head maps (B, in_features) to (B, num_classes). Either way the last linear layer is called
-    `output`. A classifier's last weights are therefore the parameter `head.output.weight`
-    (K, last features).
+    It maps (B, in_features) to (B, num_classes), and its last weights are `head.output.weight` (K,
+    last features) of a classifier.
     """
     if config is not None:
         return TwoLayerHead(config, in_features, num_classes)
@@ -92,10 +90,7 @@ def assemble(
     input_shape: tuple[int, ...],
     num_classes: int,
 ) -> Classifier:
-    """Joins a new `body` with the two-layer head that `head` describes, or with a linear layer.
-
-    `input_shape` is that of one input, (C, H, W) or (D,).
-    """
+    """Joins a new `body` with the head of `head` for one input's shape, (C, H, W) or (D,)."""
     features = feature_size(body, input_shape)
     unit = head is not None and head.unit_features
     return Classifier(body, make_head(head, features, num_classes), unit_features=unit)
@@ -108,10 +103,7 @@ def plants(model: Classifier) -> bool:
 
 
 def build_honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> Classifier:
-    """Builds the model of `spec`, as `defenses` alter it, with nothing planted.
-
-    Arguments and errors are those of `fedsim.models.base.build`.
-    """
+    """Builds the model of `spec` as `build` does, but with nothing planted."""
     if spec.parameters.get("head"):
         # The width stays, so that its weights fit the model that is probed.
         head = {**spec.parameters["head"], "planted": 0}
@@ -123,10 +115,7 @@ def build_honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = 
 
 
 def plant_neurons(model: Classifier, parameters: Tensors, seed: int) -> dict[str, Tensor]:
-    """Returns a copy of `parameters` with the server's neurons planted, a function of `seed`.
-
-    `parameters` are those of `model`, by name, and stay as they are.
-    """
+    """Returns a copy of the model's `parameters` with the server's neurons planted by `seed`."""
     values = dict(parameters)
     with rng.global_stream(seed):
         for name, part in model.named_children():

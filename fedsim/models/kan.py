@@ -91,10 +91,7 @@ class _Basis(nn.Module):
 
 
 class _FixedReadout(nn.Module):
-    """Maps (B, d) to (B, K) by a weight that is neither a parameter nor a buffer, and never moves.
-
-    No update and no release contains it; whoever knows the model's configuration knows it.
-    """
+    """Maps (B, d) to (B, K) by a weight that no update and no release contains, and never moves."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -115,7 +112,8 @@ def spline_basis(x: Tensor, degree: int, intervals: int) -> Tensor:
 
     x is in [-1, 1], which is cut into `intervals` equal pieces. The knots continue evenly beyond,
     so that the functions are non-negative, sum to 1 and are degree - 1 times continuously
-    differentiable. The pieces are half-open, the last one closed.
+    differentiable. The pieces are half-open, the last one closed. Source: de Boor, A Practical
+    Guide to Splines, Springer 1978, chapter X (the recursion of Cox and de Boor).
     """
     position = (x + 1) * (intervals / 2)  # in units of a piece, 0 to `intervals`
     # The piece is constant almost everywhere: it carries no gradient. The clamp closes the last

@@ -32,13 +32,7 @@ class LeNet(ModelPlugin):
     initialization. A two-layer head always keeps its own."""
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds the network with 12 (H / 4)(W / 4) features, for at least 8x8 pixels.
-
-        Both quotients are rounded up.
-
-        Raises:
-            FedsimError: the images are smaller.
-        """
+        """Builds the network with 12 ⌈H / 4⌉⌈W / 4⌉ features, for at least 8x8 pixels."""
         require_size("lenet", input_shape, 8)
         layers: list[nn.Module] = []
         channels = input_shape[0]

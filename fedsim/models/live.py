@@ -1,7 +1,7 @@
 """Models that somebody has built, taken apart into body and head, for attacks in this process.
 
-They have no plugin and no parameters from which they could be built again: a copy is kept, under a
-name of its own, for as long as the process lives.
+They have no plugin from which they could be built again: a copy is kept, under a name of its own,
+for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ _models: dict[str, Classifier] = {}
 
 
 def keep(model: Classifier, kind: str) -> str:
-    """Keeps `model` for as long as the process lives; returns the name by which `again` copies it.
-
-    `kind` is the name of the model's class, which messages show.
-    """
+    """Keeps `model`, of a class called `kind`; returns the name by which `again` copies it."""
     name = f"{_PREFIX}{kind}-{next(_numbers)}"
     _models[name] = model
     return name
@@ -60,28 +57,17 @@ def is_live(name: str) -> bool:
 
 
 def copy_for_processes(name: str) -> Mapping[str, Classifier]:
-    """Returns {name: a copy of the model kept as `name`}, for `adopt` in another process.
-
-    Raises:
-        FedsimError: the model was built in another process.
-    """
+    """Returns {name: a copy of the model kept as `name`}, for `adopt` in another process."""
     return {name: again(name)}
 
 
 def adopt(models: Mapping[str, Classifier]) -> None:
-    """Keeps the `models` by the names that `copy_for_processes` returned in another process.
-
-    `models` maps each name to its model. Afterwards `again` copies them in this process.
-    """
+    """Keeps the `models` that `copy_for_processes` returned in another process, by their names."""
     _models.update(models)
 
 
 def again(name: str) -> Classifier:
-    """Returns a copy of the model that was kept as `name`.
-
-    Raises:
-        FedsimError: the model was built in another process.
-    """
+    """Returns a copy of the model kept as `name`; one of another process is a FedsimError."""
     if name not in _models:
         raise FedsimError(
             f"{name}: this model was handed to fedsim.observe in another process (or to fedsim "
@@ -96,11 +82,10 @@ def take_apart(
     """Returns a copy of `model` as body and head, and the copy's tensor names by the model's own.
 
     The head is the linear layer of `classes` outputs that is called last, if the model returns its
-    output or the log-softmax of it (cross-entropy is the same for both). Otherwise the head is a
-    part of several layers that is linear as a whole, such as a layer with a low-rank layer beside
-    it. A model without either is all body. No attacker knows the masks of dropout, so the copy has
-    none. The copy computes in float32. If it still draws random numbers, they are the same each
-    time (`is_random`).
+    output or the log-softmax of it (cross-entropy is the same for both). Otherwise it is a part of
+    several layers that is linear as a whole, such as a layer with a low-rank layer beside it. A
+    model without either is all body. No attacker knows the masks of dropout, so the copy has none.
+    It computes in float32; what it still draws is the same each time (`is_random`).
 
     Args:
         model: takes (B, C, H, W) and returns logits (B, K), or something with `logits`.
@@ -173,9 +158,8 @@ def is_random(model: Classifier) -> bool:
 def find_unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]) -> set[str]:
     """Returns the names of parameters on which the logits do not depend in `mode`.
 
-    `input_shape` is (C, H, W). If the logits do not depend on the images either, an attack that
-    differentiates is refused later. The model is left in `mode`, its parameters requiring
-    gradients.
+    If they do not depend on the images either, an attack that differentiates is refused later. The
+    model is left in `mode`, its parameters requiring gradients.
 
     Raises:
         FedsimError: the model's own code cuts all gradients.
@@ -233,8 +217,7 @@ class _Substitutes(TorchFunctionMode):
     """Exchanges functions that a model calls for what attacks can work with.
 
     `view` becomes `reshape`, since attacks lay images out in memory as is fastest. ReLU and max
-    pooling become modules, which attacks look for. Masks of dropout are left out, and `bernoulli`
-    returns its mean.
+    pooling become modules, which attacks look for. Masks are left out, and `bernoulli` is its mean.
     """
 
     def __init__(self, modules: nn.ModuleDict, *, adding: bool) -> None:
@@ -382,11 +365,7 @@ def _trace(model: _Logits, images: Tensor) -> tuple[Tensor, list[str]]:
 
 
 def _answer(model: nn.Module, images: Tensor) -> Any:
-    """Returns the output of somebody's model for `images`.
-
-    Raises:
-        FedsimError: its own code fails, or it is made for batches of one size.
-    """
+    """Returns the output of somebody's model for `images`; refuses one that fails on them."""
     try:
         return model(images)
     except FedsimError:
@@ -403,8 +382,7 @@ def _answer(model: nn.Module, images: Tensor) -> Any:
 def _move_weights(model: nn.Module) -> Iterator[None]:
     """Moves all trained weights a little inside the block, so that every part has an effect.
 
-    Low-rank layers start at 0 and scales at 1. At such weights a head without them computes the
-    same as one with them, and the wrong one would be taken.
+    Low-rank layers start at 0 and scales at 1, where the wrong head would compute the same.
     """
     stream = torch.Generator().manual_seed(0)
     trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
@@ -441,10 +419,7 @@ def _is_random(model: _Logits, images: Tensor) -> bool:
 
 
 def _head_candidates(model: nn.Module, called: list[str], classes: int) -> list[str]:
-    """Lists what may be the head, the likeliest first: linear layers, then parts that are linear.
-
-    `called` are the names of modules in the order in which their calls end.
-    """
+    """Lists what may be the head, the likeliest first: linear layers, then linear parts."""
     last = list(dict.fromkeys(reversed(called)))
     linear = [name for name in last if _is_head(model, name, classes)]
     # Parts are tried in the order in which their calls end: an inner one before what holds it.

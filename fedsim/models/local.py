@@ -29,13 +29,12 @@ DirectionFn = Callable[[Tensors, Tensor, Tensor], Tensors]
 def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> LossFn:
     """Returns the mean cross-entropy as a pure function of (parameters, images, labels).
 
-    A `StepRule` may weight classes and smooth labels. Layers of the model may add terms
-    (`fedsim.contracts.defense.LossTerm`).
+    A `StepRule` may weight classes and smooth labels, and layers may add terms (`LossTerm`).
 
     Images are normalized, and labels are (B,) int64 or (B, K) probabilities. In train mode batch
     norm writes its running statistics into `buffers`, in place: hand over a copy and read the new
-    statistics there. The model's own buffers stay as they are, also those that `buffers` leaves
-    out. Each call puts the model into the mode of `training`, and sets the dropout of its head.
+    statistics there. The model's own buffers stay as they are. Each call puts the model into the
+    mode of `training`, and sets the dropout of its head.
 
     Raises:
         FedsimError: when called, if batch norm has a single value per channel to normalize.
@@ -59,8 +58,7 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
 def features_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> OutputFn:
     """Returns the head's inputs (B, d) as a pure function of (parameters, images).
 
-    Images are normalized. Parameters that a call leaves out are the model's own. Batch norm, errors
-    and what a call sets in the model are as in `loss_function`.
+    Parameters that a call leaves out are the model's own; all else is as in `loss_function`.
     """
     return _pure(model, model.features, buffers, training)
 
@@ -111,8 +109,7 @@ def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
 def _install(slots: Mapping[str, tuple[dict[str, Any], str]], values: Tensors) -> Iterator[None]:
     """Lets a model compute with `values`, and with its own again afterwards.
 
-    torch.func.functional_call does the same, but looks all names up anew: 0.2 ms, a third of a
-    small step.
+    torch.func.functional_call looks all names up anew: 0.2 ms, a third of a small step.
     """
     before = {name: slots[name][0][slots[name][1]] for name in values}
     try:
@@ -135,12 +132,8 @@ def features_of(
 ) -> Tensor:
     """Returns the head's inputs (B, d), detached, as the client's first step computes them.
 
-    Args:
-        model: computes the features.
-        parameters: weights to compute with, by name.
-        buffers: buffers to compute with, which stay as they are.
-        images: (B, C, H, W), normalized.
-        training: has the mode, train or eval, into which the model itself is put.
+    `images` are normalized, `buffers` stay as they are, and the model is put into the mode of
+    `training`.
     """
     state = {name: value.clone() for name, value in buffers.items()} | dict(parameters)
     model.train(training.mode == "train")
@@ -157,15 +150,10 @@ def gradient(
     create_graph: bool = False,
     on_loss: Callable[[Tensor], None] | None = None,
 ) -> Tensors:
-    """Computes the gradient of the loss in the parameters, by their names.
+    """Computes the gradient of the `loss` (`loss_function`) in the parameters, by their names.
 
-    Args:
-        loss: see `loss_function`.
-        parameters: weights at which the gradient is taken.
-        images: (B, C, H, W), normalized.
-        labels: (B,) int64 or (B, K) probabilities.
-        create_graph: whether the gradient is differentiable in the images.
-        on_loss: function that is called with the detached loss (0-d).
+    With `create_graph` it is differentiable in the images. `on_loss` is called with the detached
+    loss (0-d).
     """
     inputs = {
         # Weights that depend on candidate images keep their graph; all others become leaves.
@@ -195,8 +183,7 @@ def local_update(
             defense makes of it.
         parameters: the global weights.
         batches: (normalized images, labels), one per step; exactly one under fedsgd.
-        training: see `LocalTraining`; momentum follows torch.optim.SGD: v ← μ v + g,
-            θ ← θ - lr v. `StepRule` says what else a step may do.
+        training: see `LocalTraining`; momentum follows torch.optim.SGD: v ← μ v + g, θ ← θ - lr v.
     """
     if training.algorithm == "fedsgd":
         ((images, labels),) = batches
@@ -264,11 +251,10 @@ def _ruled_update(
 
 
 def step_weights(training: LocalTraining) -> list[float]:
-    """Returns the weight of each local step's gradient in the update, in units of -lr.
+    """Returns the weights w of the update -lr Σ_s w_s g_s, with the gradient g_s of each step s.
 
-    The update is thus -lr Σ_s w_s g_s, with the gradient g_s of step s. Under fedsgd the update is
-    the gradient itself, and the result is [1]. All this holds only of a training that
-    `sums_gradients`, which is not checked.
+    They are [1] under fedsgd, whose update is the gradient itself. All this holds only of a
+    training that `sums_gradients`, which is not checked.
     """
     if training.algorithm == "fedsgd":
         return [1.0]
@@ -286,9 +272,8 @@ def step_weights(training: LocalTraining) -> list[float]:
 def mean_gradient_factor(training: LocalTraining) -> float:
     """Returns the factor that turns an update into the mean gradient over its local steps.
 
-    The mean has the weights of `step_weights`, whose condition on `training` holds here, too. The
-    factor is 1 under fedsgd. Else it is negative, -1 / (lr Σ_s w_s), since a change of weights
-    points against gradients.
+    The mean has the weights of `step_weights`, whose condition holds here, too. The factor is 1
+    under fedsgd, and else negative, since a change of weights points against gradients.
     """
     if training.algorithm == "fedsgd":
         return 1.0
@@ -299,11 +284,9 @@ def mean_gradient_factor(training: LocalTraining) -> float:
 def update_noise(observation: Observation) -> float | None:
     """Returns the variance of the announced noise in an entry of the update; None if unknown.
 
-    It is 0 without noise. Where the update is a mean of several, it is the variance of that mean.
-
-    It is unknown of noise on a sum, of an undeclared effect, and where noise of steps went through
-    an optimizer that is more than a sum of gradients. Nor is it known of noise that is correlated
-    from step to step in a mean of several releases.
+    It is 0 without noise, and of a mean where the update is one. It is unknown of noise on a sum,
+    of an undeclared effect, where noise of steps went through an optimizer that is more than a sum
+    of gradients, and of noise that is correlated from step to step in a mean of several releases.
     """
     training = observation.training
     variance = 0.0
@@ -372,11 +355,9 @@ def local_updates(
 
 
 def require_batched(model: Classifier, training: LocalTraining) -> None:
-    """Refuses a network whose clients cannot take their steps together.
+    """Refuses, by a FedsimError, a network whose clients cannot take their steps together.
 
-    Raises:
-        FedsimError: batch norm would write each client's statistics into common buffers, or dropout
-            would draw for all clients.
+    Batch norm would write each client's statistics into common buffers, and dropout draw for all.
     """
     if training.mode != "train":
         return

@@ -38,8 +38,7 @@ _SHAPED_AS_THEIR_INPUT = {
 class _ShapesAlone(TorchFunctionMode):
     """Answers for layers whose outputs' shapes follow from their inputs.
 
-    On the meta device, torch computes these by rules that import its compiler, which takes a
-    process longer than all else that it counts.
+    On the meta device, torch computes these by rules that import its compiler, which takes long.
     """
 
     def __torch_function__(
@@ -153,10 +152,7 @@ _SHAPE_RULES: Mapping[Any, Callable[..., tuple[int, ...] | None]] = {
 def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> Size | None:
     """Counts the size of the model that `build` makes for one input of `input_shape`.
 
-    The result is None if torch's meta device cannot make the model.
-
-    Raises:
-        FedsimError: `build` refuses to make the model.
+    It is None if torch's meta device cannot make the model. Refusals of `build` are passed on.
     """
     try:
         with torch.device("meta"), torch.no_grad(), _ShapesAlone():
@@ -170,29 +166,13 @@ def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> 
 
 
 def check(size: Size | None, content: str = "the model's weights") -> None:
-    """Refuses a model whose `size` does not fit the memory; a `size` of None passes.
-
-    `content` names in the message what does not fit.
-
-    Raises:
-        FedsimError: the model does not fit.
-    """
+    """Refuses, by a FedsimError about `content`, a model whose known `size` exceeds the memory."""
     if size is not None:
         memory.check(_COPIES * size.state, content, "use a smaller model")
 
 
 def check_batch(size: Size | None, key: str, images: int, device: torch.device) -> None:
-    """Refuses a batch of `images` whose gradient does not fit beside the model.
-
-    Args:
-        size: the model's; None if it cannot be counted.
-        key: key of the scenario that sets the batch, for the message.
-        images: number of images in the batch.
-        device: device that computes the gradient.
-
-    Raises:
-        FedsimError: it does not fit.
-    """
+    """Refuses, by a FedsimError that names `key`, too large a gradient of so many `images`."""
     if size is not None:
         memory.check(
             _COPIES * size.state + 2 * images * size.image,

@@ -14,9 +14,8 @@ from fedsim.types import FedsimError, Named, Observation
 def rebuild(observation: Observation) -> Classifier:
     """Returns the victim's model with the global weights of the observed round, on their device.
 
-    The defenses that the observation's effect names alter this model as they altered the victim's.
-    Each call makes a new model. It is in train mode or, if handed to `observe`, in the `mode` given
-    there.
+    It is altered by the defenses that the observation's effect names. Each call makes a new model,
+    in train mode or, if handed to `observe`, in the `mode` given there.
 
     Raises:
         PluginError: the model, or a defense that alters it, is not installed here.

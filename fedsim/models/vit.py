@@ -13,9 +13,7 @@ from fedsim.models.head import assemble
 from fedsim.types import FedsimError
 
 _EPS = 1e-6
-"""Constant in the denominator of layer norms, as ViT's authors have it."""
 _SPREAD = 0.02
-"""Standard deviation of new embeddings and weights."""
 
 
 @final
@@ -56,11 +54,7 @@ class ViT(ModelPlugin):
         return self
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds the network with `width` features.
-
-        Raises:
-            FedsimError: patches do not fill the images.
-        """
+        """Builds the network with `width` features, for images that patches fill."""
         require_size(f"vit with patches of {self.patch}", input_shape, self.patch)
         _, height, width = input_shape
         if height % self.patch or width % self.patch:
