@@ -19,9 +19,9 @@ def spent(
     """Returns what the stack guarantees after `round` rounds, for the client that is worst off.
 
     That client combines the most participations so far, the most probes and the least data. The
-    claim covers all that clients released, in training and in answer to probes. Probes are left out
-    if the scenario declares them outside of the deployment (`privacy.probes: outside`), or if
-    `probes` is False. The claim holds against whoever looks from `seen_from`.
+    claim covers all that clients released to whoever looks from `seen_from`, in training and in
+    answer to probes. Probes are left out if `probes` is False, or if the scenario declares them
+    outside of the deployment (`privacy.probes`).
     """
     account, stack = account_of(server), accounted_stack(server, seen_from)
     worst: PrivacyClaim | None = None
@@ -38,7 +38,7 @@ def spent(
 def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
     """Returns what the stack guarantees for the recorded release `seen` and its repetitions.
 
-    The claim is that of the client that is worst off among those whose data `seen` comes from.
+    It is that of the client that is worst off among those whose data `seen` comes from.
     """
     scenario, probing = server.scenario, bool(server.scenario.observe.batch_sizes)
     declared = server.declared
@@ -82,16 +82,16 @@ def _with_set_up(server: Server, entry: Entry) -> Entry:
 
 
 _DELTAS = (1e-6, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-"""δ at which a curve of claims is asked for, beside the scenario's own. Rare guesses behind little
-noise are bounded best at a large δ."""
+"""Further δ of a curve of claims: rare guesses behind little noise are bounded best at a large
+one."""
 
 
 def claim_for_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
     """Returns claims at several δ for an example that was drawn, against who saw `seen`.
 
-    The first is at the scenario's `privacy.delta`, and the others are at fixed δ, ascending.
-    The example took part, so that no amplification by sampling protects it. Earlier rounds count as
-    well: the weights that the update starts from tell of them.
+    The first is at the scenario's `privacy.delta`. The example took part, so that no amplification
+    by sampling protects it. Earlier rounds count as well: the weights that the update starts from
+    tell of them.
     """
     account, stack = account_of(server), accounted_stack(server, seen.vantage)
     entries = [
@@ -108,11 +108,7 @@ def claim_for_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
 
 
 def spent_by(server: Server, round: int) -> PrivacyClaim:
-    """Returns a valid claim after `round` rounds.
-
-    Accounting takes long unless `server.training.sampling` is `without_replacement`. Then it is
-    that after the next power of two of rounds, or after all rounds if these are fewer.
-    """
+    """Returns a valid claim after `round` rounds; that of a later one if accounting is slow."""
     sampled = server.training.sampling != "without_replacement"
     # The ε after a later round is no smaller, so it is valid here. Powers of two keep slow
     # accounting rare.
@@ -121,19 +117,12 @@ def spent_by(server: Server, round: int) -> PrivacyClaim:
 
 
 def participations(server: Server, round: int) -> set[tuple[int, ...]]:
-    """Returns each set of rounds that some client takes part in, up to the round `round`.
-
-    A set is a tuple of round numbers, counted from 1.
-    """
+    """Returns each set of rounds, counted from 1, that some client takes part in up to `round`."""
     return account_of(server).participations(round)
 
 
 def check_promise(server: Server) -> None:
-    """Refuses a stack that asks for an ε if the ledger states a larger one.
-
-    Raises:
-        FedsimError: the ledger states a larger ε; the message has δ, the unit and the reason.
-    """
+    """Refuses, by a FedsimError, a stack that asks for an ε if the ledger states a larger one."""
     if not (asked := asked_epsilons(server.stack)):
         return
     claimed = spent(server, server.scenario.training.rounds)
@@ -154,7 +143,7 @@ def accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
     """Returns the defenses between a client's data and whoever looks from `seen_from`.
 
     A participant (`client`) sees the combination in any case, and knows what it added itself. Seen
-    from elsewhere in a deployment, an aggregation without noise is left out. The server computes it
+    from elsewhere in a deployment, an aggregation without noise is left out: the server computes it
     itself, and so has what each client releases.
     """
     aggregation = server.stack.aggregation
@@ -174,10 +163,7 @@ def account_of(server: Server) -> Account:
 
 
 def _covering(server: Server, claim: PrivacyClaim, releases: str) -> PrivacyClaim:
-    """Returns `claim` as one that covers `releases`, under the condition that it named, if any.
-
-    A strategy's accountant claims its budget where no defense claims anything.
-    """
+    """Returns `claim` as one that covers `releases`, under the condition that it named, if any."""
     claimed, federation = claim.claimed_epsilon, server.scenario.federation
     if claimed is None and federation.budget is not None:
         reason = f"{federation.strategy} adds its noise after the server has seen each update"

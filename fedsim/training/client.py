@@ -72,11 +72,11 @@ class Client:
     """Seed of its batches, and of its noise unless `noise_seed` is given."""
     noise_seed: int | None = None
     """Seed of all else that it draws. Its streams then also depend on the weights, buffers and
-    memory that a release is computed from, so that no two values share their noise. None: they are
-    drawn from `seed`, and are the same for all values."""
+    memory that a release is computed from, so that no two values share their noise. None: all is
+    drawn from `seed`, and the same for all values."""
     absent: Tensor | None = None
-    """Indices among those of training, a part of `own`, that batches draw as usual but leave out,
-    as in a neighbouring database. None: nothing is left out."""
+    """Indices, a part of `own`, that batches draw as usual but leave out, as in a neighbouring
+    database. None: nothing is left out."""
 
     candidates: CandidateSplit | None = None
     """Examples that membership attacks are asked about; None if none are."""
@@ -178,13 +178,9 @@ class Client:
     def sum_stream(
         self, round: int, probe: Probe | None, parameters: Tensors, buffers: Tensors
     ) -> rng.Stream:
-        """Returns the stream of the client's roundings and noise in a secure sum of its update.
+        """Returns the stream of roundings and noise in a secure sum of the client's update.
 
-        Args:
-            round: Number of the round, from 1.
-            probe: The probe that it answers instead of training; None: it trains.
-            parameters: Global parameters from which its update was computed.
-            buffers: Global buffers from which its update was computed.
+        `parameters` and `buffers` are the global ones from which it was computed.
         """
         secret, at = self._noise(parameters, buffers)
         again = (probe.release,) if probe else ()
@@ -195,10 +191,7 @@ class Client:
         return examples if self.absent is None else examples[~torch.isin(examples, self.absent)]
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, labels) of all examples of the client (`own`), also of those `absent`.
-
-        Inputs are pixels in [0, 1], or the rows of a table.
-        """
+        """Returns (inputs, labels) of all of `own`, also `absent`: pixels in [0, 1], or rows."""
         return self.dataset.examples_at(self.own)
 
     def rows(
@@ -207,11 +200,6 @@ class Client:
         """Returns (inputs, labels) of a closed-form release, and the truth of which rows it uses.
 
         A release in training (`probe` is None) uses all that the client holds, and has no truth.
-
-        Args:
-            computation: The learner's computation.
-            round: Number of the round, from 1.
-            probe: The probe that it answers; None in training.
         """
         held = self.held()
         if probe is None:
@@ -226,8 +214,8 @@ class Client:
     def check_victims(self, training: LocalTraining, trials: int) -> None:
         """Refuses a probe of more `trials` than the client has different examples for.
 
-        `training` is the local training of one trial, after training defenses. A single trial is
-        never refused: where the client holds too few, its steps are drawn like those of training.
+        `training` is that of one trial, after training defenses. A single trial is never refused:
+        where the client holds too few, its steps are drawn like those of training.
 
         Raises:
             FedsimError: there are too few; the message says how many trials there can be.
@@ -252,10 +240,7 @@ class Client:
         taken: int,
         trials: int,
     ) -> LabelledBatches:
-        """Returns inputs and labels of every local step.
-
-        `taken` is the number of steps in earlier rounds, `trials` that of trials of each probe.
-        """
+        """Returns inputs and labels of every local step; `taken` counts steps of earlier rounds."""
         found = []
         distinct = _distinct(training)
         for step in range(distinct):
@@ -273,13 +258,7 @@ class Client:
     def _victims(
         self, training: LocalTraining, round: int, probe: Probe, step: int, trials: int
     ) -> Tensor | None:
-        """Returns the indices of the images of one step of a probe; no two trials share one.
-
-        If a single trial takes more than the client holds, this is None, and steps are drawn anew.
-
-        Raises:
-            FedsimError: several trials take more than the client holds.
-        """
+        """Returns the indices of one step of a probe, apart from other trials'; None: draw anew."""
         own, size = self._different, probe.batch_size
         # Neither trial nor step is in the path: they cut one order into disjoint parts.
         stream = rng.generator(self.seed, "victims", round, self.number, size)
@@ -336,9 +315,7 @@ class CandidateSplit:
 def split_candidates(
     parts: Sequence[Tensor], inputs: Tensor, count: int, seed: int, *, least: int = 1
 ) -> list[CandidateSplit]:
-    """Draws `count` candidates of each client, and tosses the coin of each.
-
-    The result has an entry for each client, in the order of `parts`.
+    """Draws `count` candidates of each client of `parts`, and tosses the coin of each.
 
     Candidates and others of a client are drawn alike, so that nothing but the coin tells members
     from others. An example whose content occurs twice among all training examples is no candidate:
@@ -388,8 +365,7 @@ _PARTS = ("update", "own_buffer", "parameter", "buffer")
 def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[str, Tensor]:
     """Returns what a participant keeps of a round, by name: its `update`, and the global model.
 
-    `parameters` and `buffers` are those of the global model that the update started from. Names
-    begin with `update.`, `own_buffer.`, `parameter.` or `buffer.`.
+    `parameters` and `buffers` are those of the global model that the update started from.
     """
     parts = zip(_PARTS, (update.tensors, update.buffers, parameters, buffers), strict=True)
     return {f"{kind}.{name}": value for kind, part in parts for name, value in part.items()}
@@ -405,8 +381,7 @@ def look(
 ) -> Observation:
     """Returns what `client` sees of the others in `round`, assuming that all of them answered.
 
-    The update is the others' mean. The observation's `client` is the one that looks, and its
-    `num_clients` counts the others alone.
+    The update is the others' mean; `num_clients` of the observation counts them alone.
 
     Args:
         server: What every participant knows of the federation.

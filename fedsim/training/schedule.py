@@ -1,8 +1,8 @@
 """Plans who takes part in which round, and what is recorded of it.
 
-Plans follow from the scenario and its seed alone, so every process of a run computes the same ones.
-Of the stack they use only whether updates are combined before the server sees them: all defenses
-are attacked on the same victims.
+Plans follow from the scenario and its seed alone, so every process of a run computes the same ones,
+and all defenses are attacked on the same victims. Of the stack they use only whether updates are
+combined before the server sees them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class Probe:
     """An update that is asked for only to be recorded: it is never aggregated.
 
     It is what the same client would have released in this round, had its batch been another one of
-    `batch_size` images; so leakage can be compared across batch sizes and over many trials. In a
-    table, each of the client's rows takes part with the same chance, `batch_size` on average.
-    `trial` is the number of the batch of that size, from 0; no two trials share an image.
+    `batch_size` images (in a table, on average). `trial` is the number of the batch of that size,
+    from 0; no two trials share an image.
     """
 
     batch_size: int
@@ -48,8 +47,7 @@ class RoundPlan:
     observed: tuple[int, ...]
     """Clients whose update (of training or of a probe) is recorded."""
     singled: tuple[int, ...]
-    """Clients whose own answers are recorded, though the server combines them: their parts of a
-    secure sum."""
+    """Clients whose own answers are recorded, though a secure sum combines them."""
     lookers: tuple[int, ...]
     """Participants who learn the others' mean update from the next global model: those that take
     part in the next round, too, and look (`observe.vantages`)."""
@@ -57,10 +55,9 @@ class RoundPlan:
     """Probes that `observed` answer besides training, each `releases` times; empty if the training
     update itself is recorded."""
     releases: int
-    """How often each probe is asked for."""
 
     def asks(self, probe: Probe | None) -> bool:
-        """Whether the scenario asks for `probe` in this round; false of None, which is no probe."""
+        """Whether the scenario asks for `probe` in this round; false of None."""
         return (
             probe is not None
             and replace(probe, release=0) in self.probes
@@ -166,11 +163,7 @@ class Schedule:
 
     @property
     def watchers(self) -> list[Watcher]:
-        """Observers of the clients' answers or their combination.
-
-        They are the server and, in plaintext, an eavesdropper, as far as `observe.vantages` names
-        them and in its order.
-        """
+        """Observers of clients' answers that `observe.vantages` names and TLS lets see."""
         wanted = self.scenario.observe.vantages
         encrypted = self.scenario.federation.tls
         return [

@@ -1,7 +1,6 @@
 """Computes what the server of one defense stack's federation does, without any client's data.
 
-A `Server` is built from (scenario, stack name) and the description of the data: the parameters, the
-schedule, what the stack declares, the test split. The tap and Flower's ServerApp hold nothing else.
+The tap and Flower's ServerApp hold nothing else.
 """
 
 from __future__ import annotations
@@ -84,11 +83,7 @@ class Server:
     """Seed of the noise that the server adds; None: the scenario's, which everybody knows."""
 
     def __post_init__(self) -> None:
-        """Builds the stack and the learner's computation.
-
-        Raises:
-            FedsimError: the data is not what the learner takes, or the model does not fit it.
-        """
+        """Builds the stack and the computation; FedsimErrors say that the data do not fit."""
         # The dataclass is frozen, but a learner may take the data in another form.
         object.__setattr__(self, "described", self._learner.view(self.described))
         if not isinstance(self.described, self._learner.data):
@@ -109,12 +104,7 @@ class Server:
 
     @cached_property
     def stack(self) -> Stack:
-        """Defenses of the stack; one that asks for an ε has the noise that keeps to it.
-
-        Raises:
-            FedsimError: a defense is not installed, the defenses cannot be composed, or no noise
-                keeps to the ε.
-        """
+        """Defenses of the stack; one that asks for an ε has the noise that keeps to it."""
         refs = self.scenario.defenses[self.stack_name]
         written = build_stack(refs)
         asking = [i for i, ref in enumerate(refs) if spending.asked_epsilons(build_stack([ref]))]
@@ -175,10 +165,7 @@ class Server:
     def sum_terms(self, probe: Probe | None) -> SumTerms:
         """Returns the terms of a secure sum of answers to `probe`, or (None) of training updates.
 
-        The stack needs secure aggregation (`protocol`).
-
-        Raises:
-            FedsimError: nothing bounds what a client adds.
+        The stack needs a `protocol`; a FedsimError says that nothing bounds what a client adds.
         """
         assert self.protocol is not None
         declared = self.declared_for(probe)
@@ -243,10 +230,7 @@ class Server:
         return self.release is None and self.stack.shows_losses(self.declared)
 
     def plant_probe(self, parameters: Tensors, round: int) -> Tensors:
-        """Returns the weights at which the probes of `round` are computed, given the global ones.
-
-        They are `parameters`, with planted neurons if the scenario asks for it (`observe.plant`).
-        """
+        """Returns the global `parameters` as probes get them: planted under `observe.plant`."""
         if not self.scenario.observe.plant:
             return parameters
         seed = rng.derive(self.scenario.seed, "plant", round)
@@ -312,16 +296,13 @@ class Server:
     ) -> Update:
         """Returns what the server sees of all `updates` of `round`, as the stack's aggregation.
 
-        The stack needs an aggregation defense.
+        The stack needs an aggregation defense, whose errors are passed on.
 
         Args:
             updates: Updates of the clients, which are taken one by one.
             round: Number of the round, from 1.
             probe: The probe that they answer; None in training.
             seed: Seed of the server's noise; by default its own.
-
-        Raises:
-            FedsimError: there are no updates, or they cannot be combined.
         """
         aggregation = self.stack.aggregation
         assert aggregation is not None
@@ -358,16 +339,13 @@ class Server:
         return training if factor == 1 else replace(training, lr=factor * training.lr)
 
     def apply_update(self, before: Tensor, update: Tensor, round: int) -> Tensor:
-        """Returns a global parameter after a client's `update` of it in `round`.
-
-        `before` is the parameter's value; rounds are counted from 1.
-        """
+        """Returns a global parameter, `before`, after a client's `update` of it in `round`."""
         return self.computation.apply_update(before, update, self.scale_rate(self.training, round))
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the new global parameters, given the strategy's `mean` over the clients.
+        """Returns the new global parameters, given the strategy's `mean` over so many `clients`.
 
-        The mean is of what `apply_update` returned, and `clients` is the number of clients in it.
+        The mean is of what `apply_update` returned.
         """
         return self.computation.finalize(mean, clients)
 
@@ -453,18 +431,12 @@ class Server:
     def observation_id(
         self, round: int, client: int, probe: Probe | None, watcher: Watcher = "server"
     ) -> str:
-        """Returns the id under which the view of `watcher` is recorded; client -1 is the aggregate.
-
-        `probe` is the probe that was answered; None in training.
-        """
+        """Returns the id of what `watcher` sees of an answer; client -1 is the aggregate."""
         suffix = f"b{probe.batch_size}-t{probe.trial}" if probe else "training"
         return observation_id(self.stack_name, round, client, suffix, watcher)
 
     def recorded_as(self, round: int, client: int, probe: Probe | None) -> list[str]:
-        """Returns the ids of all recordings that `client`'s answer is a part of.
-
-        The answer is that to `probe`, or (None) the update of training.
-        """
+        """Returns the ids of all recordings that `client`'s answer (None: training) is part of."""
         ids, plan = [], self.plan(round)
         if client in plan.observed and (probe or not plan.probes):
             seen_as = [-1] if self.stack.aggregation else [client]
@@ -485,10 +457,7 @@ class Server:
         return ids
 
     def test_set(self) -> tuple[int, float | None]:
-        """Returns (number of test examples, share of the most frequent class).
-
-        The share is None for data without classes.
-        """
+        """Returns (number of test examples, share of the most frequent class, or None)."""
         count, labels = len(self.described.test_inputs), self.described.test_classes
         return count, None if labels is None else float(labels.bincount().max()) / count
 
@@ -497,10 +466,7 @@ class Server:
         return self.computation.evaluate(parameters, buffers)
 
     def declared_for(self, probe: Probe | None) -> LocalTraining:
-        """Returns the local training that answers `probe`, or (None) an order to train.
-
-        The stack's training defenses are not yet applied to it.
-        """
+        """Returns the local training that answers `probe`, or (None) an order, undefended."""
         return self.declared if probe is None else self.declared_of(probe.batch_size)
 
     def declared_of(self, batch_size: int) -> LocalTraining:

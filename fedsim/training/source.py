@@ -33,41 +33,28 @@ _WEIGHTS = (
 
 
 def load_dataset(scenario: Scenario) -> Dataset | Table:
-    """Loads the scenario's data source.
-
-    Raises:
-        FedsimError: the source is not installed, or its data is missing or unreadable.
-    """
+    """Loads the scenario's data source; a FedsimError says that it is missing or unreadable."""
     return load_source(scenario.data.source)
 
 
 def load_source(chosen: PluginRef) -> Dataset | Table:
-    """Loads the data source that `chosen` names.
-
-    Raises:
-        FedsimError: the source is not installed, or its data is missing or unreadable.
-    """
+    """Loads the data source that `chosen` names; FedsimErrors are those of `load_dataset`."""
     with blaming("data.source"):
         return build_source(chosen).load()
 
 
 def build_source(chosen: PluginRef) -> DataSource:
-    """Builds the data source that `chosen` names.
-
-    Raises:
-        FedsimError: the source is not installed.
-        ValidationError: its parameters do not fit.
-    """
+    """Builds the data source that `chosen` names; a FedsimError if it is not installed."""
     source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
     assert isinstance(source, DataSource)
     return source
 
 
 def digest_of_inputs(scenario: Scenario, dataset: Dataset | Table) -> str:
-    """Returns a digest of the data, weights and partition file that a scenario only names.
+    """Returns a SHA-256 in hex of the data, weights and partition file that a scenario only names.
 
-    It is a SHA-256 in hex. Two runs of the same scenario have the same data only if their digests
-    are equal. `dataset` is all that the scenario's source loads.
+    Two runs of the same scenario have the same data only if their digests are equal. `dataset` is
+    all that the scenario's source loads.
     """
     digest = hashlib.sha256()
     for field in fields(dataset):
@@ -93,13 +80,10 @@ def private_statistics(
 ) -> Mapping[Unit, tuple[str, ...]]:
     """Returns unit -> what a federation's set-up took from training data without noise, in words.
 
-    Units are `client` and `example`; where nothing was taken, a unit's tuple is empty.
-
-    Weights to start from may be a model of the same clients, trained without noise. They count as
-    such a statistic unless the scenario declares them public.
-
-    Where a partition deals by labels, one example also influences who holds the others. Where a
-    client holds equal images, one of them influences how often counted probes draw the others.
+    Weights to start from may be a model of the same clients: they count unless the scenario
+    declares them public. Where a partition deals by labels, one example also influences who holds
+    the others. Where a client holds equal images, one of them influences how often counted probes
+    draw the others.
 
     Args:
         scenario: The federation's scenario.

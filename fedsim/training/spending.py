@@ -34,10 +34,7 @@ def epsilon_of_rounds(noise_multiplier: float, rounds: int, delta: float) -> flo
 
 
 def found_noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:
-    """Returns (asked ε, noise multiplier) of each defense that asks for an ε.
-
-    `stack` has to be calibrated (`calibrate_noise`).
-    """
+    """Returns (asked ε, noise multiplier) of each defense of a calibrated stack that asks."""
     return [
         (one.target, float(one.model_dump()["noise_multiplier"]))
         for one in stack.training_defenses
@@ -56,8 +53,8 @@ def calibrate_noise(
 ) -> Stack:
     """Returns `written` with the least noise that keeps the worst client's ε to the one asked for.
 
-    The noise depends on public facts alone: the scenario, and how much each client holds. Whoever
-    knows these finds the same, to the last digit. If no ε is asked for, `written` stays as it is.
+    The noise depends on public facts alone: whoever knows these finds the same, to the last digit.
+    If no ε is asked for, `written` stays as it is.
 
     Args:
         written: The stack as the scenario has it.
@@ -139,8 +136,8 @@ class Account:
     def entries(self, stack: Stack, rounds: int, *, probes: bool = True) -> list[Entry]:
         """Returns the ledger entries after `rounds` rounds of which one has the largest ε.
 
-        An entry pairs counts of releases with a number of examples. If `probes` is false, only what
-        training releases is counted.
+        An entry pairs counts of releases, with `probes` or of training alone, with a number of
+        examples.
         """
         scenario = self.scenario
         counts = self.worst_client_sizes(stack.training(self.declared))
@@ -159,18 +156,14 @@ class Account:
         ]
 
     def worst_client_sizes(self, training: LocalTraining) -> list[int]:
-        """Returns the numbers of examples of clients among which the largest ε is.
+        """Returns the numbers of examples of clients among which the largest ε is; [0] if unknown.
 
         `training` is the local training after the stack's training defenses, not `declared`.
-        Unknown sizes are left out; if all are unknown, the result is [0].
         """
         return worst_client_sizes(training, [count for count in self.held if count] or self.held)
 
     def participations(self, round: int) -> set[tuple[int, ...]]:
-        """Returns each set of rounds that some client takes part in, up to the round `round`.
-
-        A set is a tuple of round numbers, counted from 1.
-        """
+        """Returns each set of rounds, from 1, that some client takes part in up to `round`."""
         rounds: dict[int, list[int]] = {}
         for past in range(1, round + 1):
             for client in self.schedule.round(past).participants:
@@ -178,11 +171,10 @@ class Account:
         return set(map(tuple, rounds.values()))
 
     def public(self, round: int, stack: Stack) -> set[tuple[bool, ...]]:
-        """Returns whether a client takes part, round by round, for all clients.
+        """Returns, for all clients, whether each takes part in each of the rounds 1 to `round`.
 
-        Each tuple has an entry for each of the rounds 1 to `round`. Clients with the same rounds
-        share a tuple. The set is empty unless the stack's server adds noise, whose accounting needs
-        this.
+        Clients with the same rounds share a tuple. The set is empty unless the stack's server adds
+        noise, whose accounting needs this.
         """
         if not isinstance(stack.aggregation, NoisyAggregation):
             return set()
@@ -221,8 +213,7 @@ class Account:
     def list_probed(self, rounds: int) -> tuple[ProbeReleases, ...]:
         """Returns what a client releases as probes that is asked for them in `rounds` rounds.
 
-        It has an entry for each size of probes. It is empty where there are none, or where the
-        scenario declares them no part of the deployment.
+        It has an entry for each size of probes, unless they are declared no part of the deployment.
         """
         observe = self.scenario.observe
         if self.scenario.privacy.probes != "included" or not rounds:
@@ -239,10 +230,7 @@ class Account:
     def covers(self, round: int, probes: bool) -> str:
         """Describes in words what the ε after `round` rounds covers, as `training of 3 rounds`.
 
-        If clients are asked for probes (batches of set sizes, recorded beside training) and
-        `probes` is True, it goes on with their number, as ` and 6 probe releases`, or
-        says that the scenario declares them outside of the deployment. If `probes` is
-        False, they are not mentioned.
+        With `probes`, it says how many there are, or that they are outside of the deployment.
         """
         observe = self.scenario.observe
         covers = f"training of {number_of(round, 'round')}"
@@ -263,18 +251,14 @@ class Account:
 def as_probed(declared: LocalTraining, batch_size: int) -> LocalTraining:
     """Returns the local training of a probe of `batch_size` images, before training defenses.
 
-    `declared` is that of the scenario. Images are drawn without replacement, since the attacker
-    knows their number.
+    Images are drawn without replacement, since the attacker knows their number.
     """
     return replace(declared, batch_size=batch_size, sampling="without_replacement")
 
 
 @dataclass(frozen=True, order=True)
 class Most:
-    """Counts what one client released.
-
-    `trained` is the number of rounds in which its training was released once.
-    """
+    """Counts what one client released: first, rounds in which its training was released once."""
 
     trained: int
     repeated: int

@@ -48,20 +48,16 @@ _ROUNDED = 1e-5
 
 @dataclass
 class Steps:
-    """The steps of one client's local training, as they were computed.
-
-    At most `max_images` different images are kept, on the CPU.
-    """
+    """The steps of one client's local training, as they were computed."""
 
     max_images: int
     images: list[Tensor] = field(default_factory=list)
-    """(C, H, W) float32 each: different inputs of the model, normalized and augmented as it got
-    them."""
+    """(C, H, W) float32 each, at most `max_images`, on the CPU: different inputs of the model,
+    normalized and augmented as it got them."""
     labels: list[int] = field(default_factory=list)
-    """Label of each image."""
     order: list[int] = field(default_factory=list)
-    """Indices in `images` of the members of all batches, one batch after the other. Images that
-    were left out are missing here, but counted in `sizes`."""
+    """Indices in `images` of the members of all batches, one after the other. Images that were left
+    out are missing here, but counted in `sizes`."""
     sizes: list[int] = field(default_factory=list)
     """Number of images of each step."""
     optimizer: str | None = None
@@ -93,10 +89,7 @@ class Steps:
     _known: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, batches: list[tuple[Tensor, Tensor]]) -> bool:
-        """Adds a step on `batches` of (images, labels).
-
-        Returns whether one of the batches holds an example twice.
-        """
+        """Adds a step on `batches` of (images, labels); returns whether one repeats an example."""
         self.sizes.append(sum(len(images) for images, _ in batches))
         is_repeated = False
         for images, labels in batches:
@@ -119,15 +112,13 @@ class Steps:
 
 @contextmanager
 def watch_training(max_images: int) -> Iterator[Steps]:
-    """Yields the steps that this thread's training takes inside the block.
-
-    They are complete once the block has ended.
+    """Yields the steps that this thread's training takes inside the block, complete at its end.
 
     Images beyond `max_images` different ones are counted and not kept. The watch cannot see labels
     that are no class numbers, models that are no `nn.Module`, losses within compiled code, and
     training in other threads or processes. It sees no losses but cross-entropy and negative
-    log-likelihood of `torch.nn.functional`. It misses them, too, if they were imported by name
-    before. A fault of the watch never reaches the training: it ends the watch, as `failure` says.
+    log-likelihood of `torch.nn.functional`, unless they were imported by name before. A fault of
+    the watch never reaches the training: it ends the watch, as `failure` says.
     """
     watch = _Watch(Steps(max_images=max_images))
     watch.attempt(_hooks.add, watch)
@@ -311,12 +302,7 @@ class _Watch:
         self._take()
 
     def _factor(self, weights: list[Tensor]) -> float:
-        """Returns the ratio of the coming step's gradient to that of the mean loss of its images.
-
-        A number before the loss shows in the value that is differentiated, and so does a proximal
-        term, which is in proportion to how far `weights` have moved, squared. What is neither (a
-        penalty, a focal loss) is noted.
-        """
+        """Returns the ratio of the step's gradient to that of the mean loss of its images."""
         count = len(self._losses)
         means = [loss.mean for loss in self._losses]
         values = [each / self._scale for each in self._differentiated]
@@ -366,11 +352,7 @@ class _Watch:
 
 
 class _Hooks:
-    """Hooks PyTorch once for all watches of this process.
-
-    The first watch puts the hooks in, and the last takes them out. So threads whose trainings
-    overlap do not lose each other's losses, and no hook is left behind.
-    """
+    """Hooks PyTorch once for all watches of this process, from the first to the last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,8 +1,7 @@
 """Holds one defense stack's federation with its clients' data, for processes that run clients.
 
-A `Workload` is built from (scenario, stack name) alone, so every process that runs clients builds
-the same one. All batches are functions of (seed, round, client) and not of the stack: every defense
-is attacked on the same victims.
+It is built from (scenario, stack name) alone. All batches are functions of (seed, round, client)
+and not of the stack: every defense is attacked on the same victims.
 """
 
 from __future__ import annotations
@@ -92,21 +91,14 @@ class Workload(Server):
         return [client.own for client in self.clients]
 
     def client(self, number: int) -> Client:
-        """Returns the client of that `number`.
-
-        Raises:
-            FedsimError: the client does not compute here.
-        """
+        """Returns the client of that `number`; a FedsimError if it does not compute here."""
         for one in self.clients:
             if one.number == number:
                 return one
         raise FedsimError(f"client {number} does not compute here")
 
     def of_neighbours(self, dataset: Dataset | Table) -> Workload:
-        """Returns the same federation on other training data, with everything computed anew.
-
-        The source prepares the data again, and the partition is drawn again.
-        """
+        """Returns the same federation on other data, prepared and dealt anew."""
         prepared = build_source(self.scenario.data.source).prepared(dataset)
         return Workload(self.scenario, self.stack_name, prepared)
 
@@ -120,21 +112,14 @@ class Workload(Server):
         *,
         probe: Probe | None = None,
     ) -> ClientResult:
-        """Returns what client number `client` computes in `round` (arguments: `Client.update`).
-
-        Raises:
-            FedsimError: the client does not compute here, or `Client.update` raises it.
-        """
+        """Returns what client number `client` computes in `round`, by `Client.update`."""
         own = self.client(client)
         return own.update(self, round, parameters, buffers, state, probe=probe)
 
     def check_assumptions(self) -> None:
-        """Refuses data that contradict what the stack's claim assumes of them.
+        """Refuses, by a FedsimError, data that contradict what the stack's claim assumes of them.
 
         Every release of a closed-form learner is checked; training assumes nothing.
-
-        Raises:
-            FedsimError: the data contradict it (`Computation.check`).
         """
         if self.release is None:
             return
@@ -184,11 +169,7 @@ class OneClient(Workload):
         object.__setattr__(self, "clients", (client,))
 
     def check_assumptions(self) -> None:
-        """Refuses data that contradict what the stack's claim assumes of them, without saying how.
-
-        Raises:
-            FedsimError: the data contradict it.
-        """
+        """Refuses data as `Workload` does, without saying how they contradict the claim."""
         try:
             super().check_assumptions()
         except FedsimError as error:
