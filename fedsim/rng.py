@@ -1,14 +1,12 @@
 """Derives every random stream from (seed, path), so that order of execution never matters.
 
-A path is such as `("batch", round, client)`. Streams of neighbouring paths are unrelated, as they
-are digests of different texts. A stream is the same in every process and on every engine. A
-stream's whole state is a digest: no two of them meet by chance.
+A path is such as `("batch", round, client)`. A stream's whole state is a digest of it: streams of
+different paths are unrelated, and the same in every process and on every engine.
 
 What protects people is drawn by `normal`, `uniform` and `signs`, from AES-256 in counter mode under
 a key of the stream's own: nobody can tell the rest from a part of it. In a simulation that key
-follows from the scenario's seed, so that a scenario always gives the same bytes. Such noise is
-reproducible, and it protects nobody outside of the simulation. `Stream.secret` has a key that no
-seed gives.
+follows from the scenario's seed: such noise is reproducible, and protects nobody outside of it.
+`Stream.secret` has a key that no seed gives.
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ def of_bytes(content: bytes) -> int:
 class Stream(torch.Generator):
     """Combines a CPU generator whose whole state is a digest with a keyed cryptographic stream.
 
-    It is a `torch.Generator` to all that takes one. `normal`, `uniform` and `signs` draw from the
-    cryptographic stream, which the other draws do not advance.
+    `normal`, `uniform` and `signs` draw from the latter, which torch's own draws do not advance.
     """
 
     def __new__(cls, material: bytes) -> Stream:
@@ -91,18 +88,12 @@ class Stream(torch.Generator):
 
 
 def generator(seed: int, *path: str | int) -> Stream:
-    """Returns the stream `path` under `seed`, from its beginning.
-
-    Each call makes a new one: two of the same path draw the same numbers. A number and the same
-    digits as text are different paths.
-    """
+    """Returns the stream `path` under `seed` from its beginning; in a path, 1 and "1" differ."""
     return Stream(_text(seed, path))
 
 
 def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Draws float64 values of `shape`, uniform on the middles of 2^53 equal parts of (0, 1).
-
-    Middles are rounded to float64.
+    """Draws float64 values of `shape`, uniform on the (rounded) middles of 2^53 parts of (0, 1).
 
     A `Stream` draws from its cryptographic stream; any other generator draws by `torch.rand`.
     """
@@ -125,8 +116,6 @@ def normal(
 ) -> Tensor:
     """Draws standard normal values of `shape`, by the inverse distribution function in float64.
 
-    The values are returned as `dtype`.
-
     A `Stream` draws from its cryptographic stream; any other generator draws by `torch.randn`.
     """
     if not isinstance(generator, Stream):
@@ -144,10 +133,9 @@ def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 @contextmanager
 def global_stream(seed: int) -> Iterator[None]:
-    """Seeds torch's global stream inside the block, and restores it afterwards.
+    """Seeds torch's global streams inside the block, and restores all but CUDA's afterwards.
 
-    It serves code that takes no generator: module initialization and `F.dropout` draw from the
-    global stream only. CUDA streams are seeded but not restored.
+    It serves code that takes no generator, such as module initialization and `F.dropout`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.set_state(_mersenne_state(_text(seed, ("global",))))
@@ -178,9 +166,9 @@ def _fresh_state() -> bytes:
 
 
 def digest(*parts: Tensors) -> str:
-    """Returns a digest that only equal `parts` share: same names, shapes, types and values.
+    """Returns a SHA-256 in hex that only equal `parts` share: same names, shapes, types and values.
 
-    It is a SHA-256 in hex. The order of `parts` counts, and that of names within a part does not.
+    The order of `parts` counts, and that of names within a part does not.
     """
     found = hashlib.sha256()
     for part in parts:

@@ -1,8 +1,8 @@
 """What passes between the stages: frozen values whose shapes and units are stated here.
 
-Nothing in this module imports the rest of fedsim, so a plugin or a replay on a machine without
-Flower needs no more than this. Images are `float32` of shape (B, C, H, W); *pixels* are in [0, 1],
-*normalized* images are `(pixels - mean) / std` and are what a model consumes.
+Nothing here imports the rest of fedsim, so that a plugin or a replay needs no more than this.
+Images are `float32` of shape (B, C, H, W); *pixels* are in [0, 1], *normalized* images are `(pixels
+- mean) / std` and are what a model consumes.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ Mode = Literal["train", "eval"]
 Batches = Literal["same", "different"]
 Sampling = Literal["without_replacement", "poisson", "balls_in_bins"]
 Watcher = Literal["server", "client", "eavesdropper"]
-"""Parties that watch. `server` sees what it decodes. `client`, a participant, sees the global
-models that it receives. `eavesdropper` sees what crosses the wire."""
+"""Parties that watch. `server` sees what it decodes, `client` (a participant) the global models
+that it receives, `eavesdropper` what crosses the wire."""
 Vantage = Literal["server", "aggregate", "client", "eavesdropper"]
-"""Views of the watchers, by their names. The view of a server whose stack combines updates is
-`aggregate`: it sees their combination only."""
+"""Views of the watchers, by their names; `aggregate` is that of a server whose stack combines
+updates."""
 Manipulation = Literal["honest", "planted", "modified"]
-"""Manipulations of the model by the server, from least to most. `honest`: none. `planted`: it chose
-weights of a two-layer head, to read features from (`head.planted`). `modified`: it put a module in
-front, to read images from (`imprint`)."""
+"""Manipulations of the model by the server, from least to most: none; weights of a two-layer head
+to read features from (`head.planted`); a module in front to read images from (`imprint`)."""
 Unit = Literal["client", "example"]
 Relation = Literal["zero_out", "replace_one", "add_or_remove", "close", "relative"]
 AuditMethod = Literal["two_worlds", "one_run"]
-"""Methods of an audit. `two_worlds`: one canary takes part in half of many runs. `one_run`: each of
-many canaries takes part in one run by the toss of a coin."""
+"""`two_worlds`: one canary takes part in half of many runs. `one_run`: each of many canaries takes
+part in one run by the toss of a coin."""
 
 Status = Literal["ok", "failed", "unscored", "unseen"]
-"""States of an attack on a recording. `ok`: scored. `failed`: without a score. `unscored`: not made
-yet, as the truth is elsewhere. `unseen`: not possible, as the vantage shows no update."""
+"""States of an attack on a recording. `failed`: without a score. `unscored`: not made yet, as the
+truth is elsewhere. `unseen`: not possible, as the vantage shows no update."""
 
 MOST_STEPS = 100_000
 """Maximum number of local steps of an update."""
@@ -62,7 +61,6 @@ Payload = Literal["update"] | ReleaseKind
 
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
-"""Pattern of a device's name: `auto`, `cpu`, `cuda` or `cuda:N`."""
 
 
 class FedsimError(Exception):
@@ -75,19 +73,18 @@ class RunFailed(FedsimError):  # noqa: N818 - reads as what happened
 
 @dataclass(frozen=True, kw_only=True)
 class StepRule:
-    """Describes how steps of somebody's own training differ from SGD of the mean cross-entropy."""
+    """Describes how steps of somebody's own training differ from SGD of the mean cross-entropy.
+
+    Fields without a text are those of torch.optim.
+    """
 
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    """Rule of a step, as torch.optim has it."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates (β1, β2) of Adam's means of gradients and of their squares."""
     eps: float = 1e-8
-    """ε that is added to the root in Adam's step."""
     nesterov: bool = False
-    """Whether the momentum of SGD is Nesterov's, as torch.optim has it."""
     weight_decay: float = 0.0
-    """Factor of the weights that is added to the gradient, as in torch.optim. AdamW instead takes
-    it off the weights directly."""
+    """Factor of the weights that is added to the gradient; AdamW takes it off the weights
+    directly."""
     proximal: float = 0.0
     """μ of FedProx: μ times the weights' movement so far is added to each step's gradient."""
     rates: tuple[float, ...] | None = None
@@ -118,9 +115,9 @@ class LocalTraining:
     """`same`: each step uses the same batch; `different`: each step uses a batch of its own."""
     sampling: Sampling = "without_replacement"
     """`without_replacement`: batches have one size. `poisson`: each of a client's examples is in a
-    step's batch with the same probability, independently. `balls_in_bins`: each example draws one
-    of `bins` once, and is in the batch of every `bins`-th step. Where sizes vary, `batch_size` is
-    their mean, by which sums over a batch are divided."""
+    step's batch with the same probability. `balls_in_bins`: each draws one of `bins` once, and is
+    in the batch of every `bins`-th step. Where sizes vary, `batch_size` is their mean, by which
+    sums over a batch are divided."""
     dropout: float = 0.0
     """Probability that a hidden neuron of the head is dropped in a step."""
     rule: StepRule | None = None
@@ -142,10 +139,7 @@ class LocalTraining:
         return self.batch_size * (self.steps if self.batches == "different" else 1)
 
     def bins(self, num_examples: int) -> int:
-        """Returns the number of bins that a client deals `num_examples` into (`balls_in_bins`).
-
-        Their mean size is as near to `batch_size` as possible.
-        """
+        """Returns the number of bins for `num_examples`, of mean size nearest to `batch_size`."""
         # Halves are rounded up; `round` would take them to the even neighbour.
         return max(1, math.floor(num_examples / self.batch_size + 0.5))
 
@@ -154,9 +148,8 @@ class LocalTraining:
 class Update:
     """Holds what a client releases in a round.
 
-    `tensors` has the names and shapes of the model's parameters; `buffers` has the new
-    floating-point buffers (batch-norm statistics; empty for models without). `num_examples` is the
-    aggregation weight.
+    `tensors` has the names and shapes of the model's parameters, `buffers` the new floating-point
+    buffers (empty for models without), and `num_examples` is the aggregation weight.
     """
 
     tensors: Tensors
@@ -170,7 +163,7 @@ class InputColumn:
 
     name: str
     categories: tuple[str, ...] = ()
-    """Categories of the column: each has an entry, 1 if it is the row's and else 0. Empty for a
+    """Categories of the column, each with an entry, 1 if it is the row's and else 0. Empty for a
     quantity, which has one entry on [0, 1], the ends of its declared range."""
 
     @property
@@ -181,10 +174,7 @@ class InputColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """Describes what a model computes from: float32 entries on [0, 1], and how they are normalized.
-
-    Entries of images are called pixels.
-    """
+    """Describes what a model computes from: float32 entries ("pixels") on [0, 1], normalized."""
 
     input_shape: tuple[int, ...]
     """(C, H, W) of an image, (D,) of a row of a table."""
@@ -211,19 +201,15 @@ class ModelSpec(InputSpec):
 
     @property
     def server(self) -> Manipulation:
-        """Server's manipulation of the model: `honest`, `planted` or `modified` (`server_of`)."""
+        """Server's manipulation of the model."""
         return server_of(self.parameters)
 
     def as_model(self, id: str) -> ModelSpec:
-        """Returns the description itself; `id` is the observation's, and is not used."""
+        """Returns the description itself, whatever the observation's `id`."""
         return self
 
     def as_release(self, id: str) -> ReleaseSpec:
-        """Refuses the observation `id`, which is the update of a model and no release of rows.
-
-        Raises:
-            FedsimError: always.
-        """
+        """Refuses: observation `id` is the update of a model and no release of rows."""
         raise FedsimError(
             f"{id} is an update of model {self.name}, and not what a closed-form learner released; "
             "use an attack on updates (`fedsim list attacks`)"
@@ -231,19 +217,12 @@ class ModelSpec(InputSpec):
 
 
 def watcher_of(vantage: str) -> str:
-    """Returns the watcher at a `vantage`: `server` at the `aggregate`, else the same name.
-
-    Vantages are `server`, `aggregate`, `client` and `eavesdropper`; others are not refused.
-    """
+    """Returns the watcher at a `vantage`: `server` at the `aggregate`, else the same name."""
     return "server" if vantage == "aggregate" else vantage
 
 
 def server_of(parameters: Mapping[str, Any]) -> Manipulation:
-    """Returns the server's manipulation of a model, by the model's `parameters`.
-
-    `planted`: the model's head has planted neurons. `modified`: the model has an imprint module,
-    whether or not neurons are planted. `honest`: neither.
-    """
+    """Returns the server's manipulation of a model by its `parameters`; imprint comes first."""
     if parameters.get("imprint"):
         return "modified"
     head = parameters.get("head")
@@ -255,7 +234,6 @@ class ReleaseSpec:
     """Describes, publicly, how a closed-form release comes from rows.
 
     It does not say how many rows there are: that would tell whether one of them is there.
-    `learner` and `parameters` are the learner's name and parameters; `kind` is what is released.
     """
 
     learner: str
@@ -269,21 +247,20 @@ class ReleaseSpec:
     """l, the bound on the L2 norm of a row; longer rows were scaled down to it."""
     names: tuple[str, ...]
     """Names of the d features and, last, of the target, each mapped from its declared range to [-1,
-    1]. Of a kernel regression: names of the d entries of a unit vector, then of the classes."""
+    1]. Of a kernel regression: of the d entries of a unit vector, then of the classes."""
     intercept: bool
     """Whether the last feature is the constant 1 (before a row is scaled down)."""
     classes: tuple[str, ...] | None
-    """The two classes of the target, which are -1 and +1 (before a row is scaled down). Of a kernel
-    regression all classes: a row ends with an entry for each, 1 for its class, else 0. None where
-    the target is a number."""
+    """The two classes of the target, -1 and +1 (before a row is scaled down). Of a kernel
+    regression all classes: a row ends with an entry for each, 1 for its class, else 0. None for a
+    quantity."""
     statistics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Parameters in use of the law of each statistic that a defense privatized, see
-    `fedsim.contracts.defense.StatisticDefense.public_parameters`."""
+    """Statistic that a defense privatized -> `StatisticDefense.public_parameters` of its law."""
     server: ClassVar[Manipulation] = "honest"
     field: ClassVar[str] = "release"
     counted: bool = False
-    """Whether the release shows its number of rows. That number tells whether a row is there at
-    all, so attacks are asked whether it is there or another one in its place."""
+    """Whether the release shows its number of rows. That number tells whether a row is there, so
+    attacks are then asked whether it or another one in its place is there."""
 
     @property
     def payload(self) -> Payload:
@@ -291,18 +268,14 @@ class ReleaseSpec:
         return self.kind
 
     def as_model(self, id: str) -> ModelSpec:
-        """Refuses the observation `id`, which is a release of rows and no update of a model.
-
-        Raises:
-            FedsimError: always.
-        """
+        """Refuses: observation `id` is a release of rows and no update of a model."""
         raise FedsimError(
             f"{id} is what learner {self.learner} released, and of no model; use an attack that "
             "reads such releases (`fedsim list attacks`)"
         )
 
     def as_release(self, id: str) -> ReleaseSpec:
-        """Returns the description itself; `id` is the observation's, and is not used."""
+        """Returns the description itself, whatever the observation's `id`."""
         return self
 
 
@@ -330,18 +303,14 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageChange:
-    """Describes a change of an image that is the same for every image.
-
-    `fedsim.contracts.views.apply_view` makes it.
-    """
+    """Describes a change that is the same for every image (`fedsim.contracts.views.apply_view`)."""
 
     name: Literal["rotate", "shear", "translate_x", "translate_y", "flip_x", "flip_y", "contrast"]
     by: float = 0.0
-    """Degrees of a rotation, counterclockwise. Columns that a shear moves a row to the left by, for
-    each row below the center. Share of the width that a translation moves to the left
-    (`translate_x`), or of the height that it moves up (`translate_y`), in whole pixels. Factor of
-    the contrast around the mean brightness. Flips, of left and right (`flip_x`) or top and bottom,
-    have none."""
+    """Degrees of a rotation, counterclockwise. Columns by which a shear moves a row left, for each
+    row below the center. Share of the width (`translate_x`) or height (`translate_y`) that a
+    translation moves left or up, in whole pixels. Factor of the contrast around the mean
+    brightness."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,9 +325,9 @@ class Augmentation:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Describes a batch in which each input is a weighted mean of several of its images.
+    """Describes a batch whose inputs, and labels, are weighted means of several of its images'.
 
-    Weights, which are secret, and images are drawn. An input's label is the same mean of labels.
+    The weights, which are secret, and the images are drawn.
     """
 
     images: int
@@ -374,10 +343,10 @@ same share of each tensor's smallest. `others`: another rule, under which a zero
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """Describes what a defense does to an update, as far as an attack can use it.
+    """Describes what a defense does to an update, as far as an attack can use it; it is public.
 
-    It is as public as the defense. What the defense does to local training (steps, dropout in the
-    head) is in `LocalTraining`, and to the statistics of a closed-form release in `ReleaseSpec`.
+    What it does to local training (steps, dropout in the head) is in `LocalTraining`, and to the
+    statistics of a closed-form release in `ReleaseSpec`.
     """
 
     known: bool = True
@@ -385,16 +354,16 @@ class Effect:
     noise: tuple[Noise, ...] = ()
     """Noises that are added, in order of the defenses."""
     removed: Removal | None = None
-    """Rule by which entries are set to zero; None if none are. `smallest`: the smallest of all.
-    `smallest_of_tensor`: the same share of each tensor's smallest. `others`: another rule."""
+    """Rule by which entries are set to zero; None if none are."""
     truncated: float | None = None
-    """Largest magnitude of an entry before noise: larger ones are cut to it. None if none are."""
+    """Largest magnitude of an entry before noise, to which larger ones are cut; None if none
+    are."""
     scaled: bool = False
     """Whether the update is multiplied by a factor in (0, 1] that only its client knows."""
     scaled_last: bool = False
     """Whether that factor acts after the cut of `truncated`, and not before it."""
     bound: float | None = None
-    """L2 norm that the update does not exceed before noise; None if there is no such bound."""
+    """L2 norm that the update does not exceed before noise; None without such a bound."""
     scaled_examples: bool = False
     """Whether each example's gradient is multiplied by a factor of its own in (0, 1]."""
     rounded: bool = False
@@ -404,14 +373,13 @@ class Effect:
     """Whether entries change in a way that no other field states: by those at other positions (a
     projection, a transform), or by a curve."""
     orthogonal: bool = False
-    """Whether each tensor is a random one in place of the batch's gradient, which has its norm and
-    is orthogonal to it. Tensors of one entry are zero. `mixed` has to be declared as well."""
+    """Whether each tensor is a random one of the norm of the batch's gradient, orthogonal to it;
+    zero if it has one entry. `mixed` has to be declared as well."""
     model: tuple[Named, ...] = ()
-    """Defenses that alter the model, in order. Whoever has them installed builds the same model
+    """Defenses that alter the model, in order; whoever has them installed builds the same model
     (`fedsim.models.victim.rebuild`), however little else is known."""
     drawn: bool = False
-    """Whether the altered model draws chance when it computes, so that the same batch has another
-    update each time."""
+    """Whether the altered model draws chance, so that a batch has another update each time."""
     batch: tuple[Augmentation | Mixture, ...] = ()
     """Changes of a local step's batch, in the order in which they act on images."""
 
@@ -422,18 +390,12 @@ class Effect:
 
     @property
     def exact(self) -> bool:
-        """Whether the update is the computed one, but for factors in (0, 1].
-
-        The factors are those of `scaled` and of `scaled_examples`.
-        """
+        """Whether the update is the computed one, but for factors in (0, 1]."""
         altered = self.removed or self.truncated is not None or self.rounded or self.mixed
         return not altered and not self.batch and not self.noisy
 
     def then(self, after: Effect) -> Effect:
-        """Returns the effect of this defense followed by one of effect `after`.
-
-        It is `orthogonal` only if nothing else acts. Of two bounds, or cuts, the smaller remains.
-        """
+        """Returns the effect of this defense followed by one of effect `after`."""
         bounds = [bound for bound in (self.bound, after.bound) if bound is not None]
         cuts = [cut for cut in (self.truncated, after.truncated) if cut is not None]
         # Where two rules act, a zero no longer says which of them set it: the rule is then
@@ -471,12 +433,13 @@ class Observation:
     """Holds what an attacker at a vantage point saw of one update, decoded from the wire.
 
     It holds no label, no pixel, no row and no client state: only what crossed the wire and what is
-    public. `round` counts from 1. `trial` counts the batches that a client was probed with, from 0.
+    public. `round` counts from 1, and `trial`, of the batches that a client was probed with, from
+    0.
     """
 
     id: str
-    """`<stack>/round-0001/client-0000-b4-t0`; also the path of its files below `observations/`. In
-    place of b4-t0, the batch size and trial of a probe, it has `training` for such an update."""
+    """`<stack>/round-0001/client-0000-b4-t0`, also the path of its files below `observations/`;
+    with `training` in place of a probe's batch size and trial for an update of training."""
     update: Tensors
     """Update as decoded from the wire, after the defense; named and shaped as `parameters`."""
     buffers_update: Tensors
@@ -488,7 +451,7 @@ class Observation:
     spec: ModelSpec | ReleaseSpec
     """Description of the model that was trained, or of the release of a closed-form learner."""
     training: LocalTraining
-    """Local training. For rows, `batch_size` is the mean number that took part, each with the same
+    """Local training. For rows, `batch_size` is the mean number that took part, each by the same
     chance."""
     defense: tuple[Mapping[str, Any], ...]
     """Announced defense stack: `name` and parameters in use of each, in order of application. `std`
@@ -514,33 +477,22 @@ class Observation:
 
     @property
     def server(self) -> Manipulation:
-        """Manipulation of the model by the server (`server_of`); `honest` for a release of rows."""
+        """Manipulation of the model by the server; `honest` for a release of rows."""
         return self.spec.server
 
     @property
     def model(self) -> ModelSpec:
-        """Description of the model that was trained.
-
-        Raises:
-            FedsimError: no model was trained.
-        """
+        """Description of the model that was trained; a FedsimError if none was."""
         return self.spec.as_model(self.id)
 
     @property
     def release(self) -> ReleaseSpec:
-        """Description of how the release comes from rows.
-
-        Raises:
-            FedsimError: the observation is the update of a model.
-        """
+        """Description of how the release comes from rows; a FedsimError for a model's update."""
         return self.spec.as_release(self.id)
 
     @property
     def payload(self) -> Payload:
-        """Kind of message that was observed; an attack has to be able to read it.
-
-        It is `update` for a model's update, or a `ReleaseSpec.kind`.
-        """
+        """Kind of message that was observed, which an attack has to be able to read."""
         return self.spec.payload
 
     @property
@@ -562,8 +514,8 @@ SOURCE_INPUTS = "source_inputs"
 SOURCE_LABELS = "source_labels"
 """Tensor of a joined truth: (N,) int64 classes of these inputs."""
 SOURCE_CLASSES = "source_classes"
-"""Tensor of a joined truth: (K, C) int64, how many candidates of each class each client holds out.
-They tell the clients' proportions of classes apart from the records themselves."""
+"""Tensor of a joined truth: (K, C) int64, candidates of each class that each client holds out,
+which tell clients' proportions of classes apart from the records themselves."""
 SOURCE_CLIENTS = "source_clients"
 """Tensor of a joined truth: (K,) int64, ascending numbers of the clients that the watcher saw."""
 SOURCE_PARTICIPANTS = "source_participants"
@@ -608,10 +560,7 @@ class Truth:
         return kind(**own, more=more)
 
     def victims(self) -> Tensor:
-        """Returns the examples that were attacked, stacked along the first axis.
-
-        Only the subclasses have such: here it raises a NotImplementedError.
-        """
+        """Returns the attacked examples along the first axis; only subclasses implement it."""
         raise NotImplementedError
 
 
@@ -625,8 +574,7 @@ class GroundTruth(Truth):
     labels: Tensor
     """(N,) int64."""
     features: Tensor | None = None
-    """(N, d) inputs of the head under the global weights, for feature metrics; None if they
-    were not kept."""
+    """(N, d) inputs of the head under the global weights; None if they were not kept."""
 
     def victims(self) -> Tensor:
         """Returns the images of the batch, (N, C, H, W) in [0, 1], or a table's rows (N, D)."""
@@ -637,14 +585,14 @@ class GroundTruth(Truth):
 class RowTruth(Truth):
     """Holds the rows that a release may come from, and whether each one took part.
 
-    Each row took part with the same chance, independently of all others. So knowing the others
-    tells an attacker nothing of a row, and the worlds with and without it differ in nothing else.
+    Each took part with the same chance, independently of all others, so that knowing the others
+    tells an attacker nothing of it.
     """
 
     asked_singly: ClassVar[bool] = True
     rows: Tensor
-    """(N, d + 1) float64: features and target; in the target's place, an entry for each of
-    `classes` if there are any."""
+    """(N, d + 1) float64: features and target, or in the target's place an entry for each of
+    `classes`."""
     members: Tensor
     """(N,) bool: whether the row took part."""
     clients: Tensor
@@ -670,8 +618,7 @@ class Reconstruction:
     features: Tensor | None = None
     """(N, d) inputs of the head."""
     features_by: str | None = None
-    """Name of another attack that these features are from; None if there is none, or if they were
-    fitted anew since."""
+    """Name of another attack that these features are from, and unchanged since; else None."""
     stages: int | None = None
     """Number of stages that the body was cut into; from four on, each is inverted on its own. None
     where the attack does not cut the body."""
@@ -679,7 +626,7 @@ class Reconstruction:
     """(N, d + 1) in [-1, 1]: features and target. An attack answers with N = 1, for its target."""
     membership: Tensor | None = None
     """(N,) score of each row or candidate: the higher, the likelier it took part. The scale is the
-    attack's own; it is a log-likelihood ratio only where the attack says so."""
+    attack's own, and a log-likelihood ratio only where the attack says so."""
     more: Tensors = field(default_factory=dict)
     """Part -> answer, for targets of other packages."""
     determined: Tensor | None = None
@@ -687,12 +634,11 @@ class Reconstruction:
     rounding and noise. None where the attack does not say."""
     certified: Tensor | None = None
     """(N,) bool: whether the attack knows that an image's features and labels, as far as it returns
-    them, are right. They reproduce the observation to rounding, they are determined, and no other
-    answer was found that does. None where the attack offers no certificate."""
+    them, are right: they reproduce the observation to rounding, are determined, and no other answer
+    was found that does. None where the attack offers no certificate."""
     loss: float
     """Value of the attack's own objective at the returned point, the only basis of selection."""
     iterations: int
-    """Number of iterations that the attack made."""
 
     def parts(self) -> dict[str, Tensor]:
         """Returns part -> answer (`images`, `labels`, ...), without parts that have no answer."""
@@ -712,10 +658,10 @@ _PARTS = ("images", "labels", "features", "rows", "membership")
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Holds labelled inputs of a model in memory: images, or rows of a table.
+    """Holds labelled inputs of a model in memory, on the CPU: images, or rows of a table.
 
-    Images are uint8 so that CIFAR-sized sets stay small. All tensors are on the CPU. Label k stands
-    for `classes[k]`. The test split has the shapes and types of the training split.
+    Images are uint8 so that CIFAR-sized sets stay small. Label k stands for `classes[k]`. The test
+    split has the shapes and types of the training split.
     """
 
     name: str
@@ -734,8 +680,8 @@ class Dataset:
     """(N,) int64: the natural client of each training image, where the source knows it."""
     private_statistics: tuple[str, ...] | None = None
     """Names of fields that were computed from training images without noise ("mean and std"), which
-    voids every claim of privacy; empty if none was. None if the source does not say, in which case
-    no claim is made either."""
+    voids every claim of privacy; empty if none was. None if the source does not say: no claim
+    either."""
     placed_by_label: bool = False
     """Whether changing one image's label would move other images to other places and so, where a
     partition deals by places, to other clients."""
@@ -754,12 +700,12 @@ class Dataset:
 
     @property
     def noun(self) -> str:
-        """Word for an example: `row` or `image`."""
+        """Word for an example."""
         return "row" if self.columns else "image"
 
     @property
     def source_noun(self) -> str:
-        """Word for a thing that the source may leave out: `column` or `file`."""
+        """Word for a thing that the source may leave out."""
         return "column" if self.columns else "file"
 
     @property
@@ -786,10 +732,7 @@ class Dataset:
         return self
 
     def without_training(self) -> Dataset:
-        """Returns a copy without training examples: the description and the test split.
-
-        No example of a client is in it, so that the server may hold it.
-        """
+        """Returns a copy without clients' examples, with the test split: a server may hold it."""
         return replace(
             self,
             # An empty slice keeps shape and dtype, from which `input_spec` is read.
@@ -812,9 +755,8 @@ _ROUNDING = 1e-12
 class Table:
     """Holds a tabular data source in memory: rows of bounded norm, ending with the target.
 
-    The bound is public: it follows from the columns' declared ranges and not from the rows, since a
-    bound that is read from the data is no part of a proof of privacy. A longer training row is
-    refused by a FedsimError; test rows may be longer.
+    The bound is public: it follows from declared ranges, since one that is read from the rows is no
+    part of a proof of privacy. A longer training row is refused; test rows may be longer.
     """
 
     noun: ClassVar[str] = "row"
@@ -839,17 +781,12 @@ class Table:
     client_of: Tensor | None = None
     """(N,) int64: the natural client of each training row, where the source knows it."""
     private_statistics: tuple[str, ...] | None = None
-    """Names of the fields that were computed from training rows without noise ("ranges of the
-    columns"); empty if none was. None: the source does not say, and no claim of privacy is made."""
+    """As of `Dataset`, from training rows ("ranges of the columns")."""
     left_out: tuple[tuple[str, int], ...] = ()
     """(reason, count) of the columns that the source found and did not use."""
 
     def __post_init__(self) -> None:
-        """Refuses rows beyond the bound, which every claim rests on.
-
-        Raises:
-            FedsimError: a training row is longer than `row_norm`, or not finite.
-        """
+        """Refuses, by a FedsimError, a training row beyond the bound that every claim rests on."""
         norms = self.train_rows.norm(dim=1)
         # Negated, and not `norms > ...`: a norm of NaN compares as False and has to be refused,
         # too.
@@ -886,11 +823,7 @@ class Table:
         return ((self.test_rows[:, -1] + 1) / 2 * (len(self.classes) - 1)).round().long()
 
     def labelled(self) -> Dataset:
-        """Returns the data as a model is trained on them: features on [0, 1], and classes.
-
-        Raises:
-            FedsimError: the target is a quantity, and has no classes.
-        """
+        """Returns features on [0, 1] and classes; a FedsimError if the target is a quantity."""
         labels = self.test_classes
         if self.classes is None or labels is None:
             raise FedsimError(
@@ -922,10 +855,7 @@ class Table:
         )
 
     def without_training(self) -> Table:
-        """Returns a copy without training rows: the description and the test split.
-
-        No row of a client is in it, so that the server may hold it.
-        """
+        """Returns a copy without clients' rows, with the test split: a server may hold it."""
         return replace(
             self,
             train_rows=self.train_rows.new_empty((0, self.train_rows.shape[1])),
@@ -936,10 +866,10 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyClaim:
-    """States what a defense stack guarantees. ε = ∞ unless the stack is a known mechanism.
+    """States what a defense stack guarantees: `epsilon` at `delta`, found as `accountant` says.
 
-    `epsilon` holds at `delta`, and `accountant` says how it was found. If nothing is proven,
-    `delta`, `accountant`, `unit` and `relation` are None.
+    ε is ∞ unless the stack is a known mechanism. If nothing is proven, `delta`, `accountant`,
+    `unit` and `relation` are None.
     """
 
     epsilon: float
@@ -950,8 +880,8 @@ class PrivacyClaim:
     relation: Relation | None = None
     """Neighbours of the claim. The hidden contribution is exchanged for zero (`zero_out`), for any
     other (`replace_one`), or for one at most β away (`close`). Or the example is there or not
-    (`add_or_remove`), maybe only among declared databases (`relative`).
-    `close` and `relative` are no differential privacy."""
+    (`add_or_remove`), maybe only among declared databases (`relative`). `close` and `relative` are
+    no differential privacy."""
     reason: str | None
     """Reason for an ε of ∞; None if ε is finite."""
     covers: str = ""
