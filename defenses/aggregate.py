@@ -31,9 +31,7 @@ class Aggregate(AggregationDefense):
     )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the weighted mean of the updates' tensors and of their buffers.
-
-        The result's `num_examples` is the total.
+        """Returns the weighted mean of tensors and buffers; `num_examples` is the total.
 
         Raises:
             FedsimError: there is no update, one counts less than one example, or their tensors
@@ -57,13 +55,10 @@ class Aggregate(AggregationDefense):
         return Update(tensors=tensors.read(), buffers=buffers.read(), num_examples=seen)
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns each client's own guarantee, whatever its weight.
-
-        A mean with weights below 1 is no longer than the longest update, and it is computed from
-        the client's release: post-processing. What the other clients' noise adds is not counted,
-        unless they share it: then it is the mean of all that is proven to be a mechanism. (Clients
-        that share noise count one example each, so that the mean is a plain one.)
-        """
+        """Returns each client's own guarantee, or that of all if they share their noise."""
+        # A mean with weights below 1 is no longer than the longest update, and it is computed from
+        # the client's release: post-processing. What other clients' noise adds is not counted,
+        # unless they share it: then each counts one example, so that the mean is a plain one.
         return replace(before, mechanism=before.pooled, pooled=None) if before.pooled else before
 
     def effect(self, before: Guarantee) -> Effect:
@@ -103,9 +98,7 @@ class RunningMean:
         self._dtypes: dict[str, torch.dtype] = {}
 
     def move_towards(self, update: Tensors, weight: float) -> None:
-        """Moves the mean towards `update` by the share `weight`, in (0, 1].
-
-        `weight` is the update's own weight over that of all updates so far, hence 1 for the first.
+        """Moves the mean towards `update` by its share `weight` of all so far, in (0, 1].
 
         Raises:
             FedsimError: the update's tensors differ from the first one's in name or shape.
@@ -126,15 +119,13 @@ class RunningMean:
                 self._mean[name].lerp_(tensor.to(self._mean[name].dtype), weight)
 
     def read(self, times: int = 1) -> dict[str, Tensor]:
-        """Returns `times` the mean, in the types of the first update; empty before that.
-
-        If `times` exceeds 1, floats are at least float32: a sum in half precision would overflow at
-        65,504, and round by more than a client may move it.
-        """
+        """Returns `times` the mean, in the types of the first update; empty before that."""
         found: dict[str, Tensor] = {}
         for name, mean in (self._mean or {}).items():
             kept = self._dtypes[name]
             floating = kept.is_floating_point
+            # A sum in half precision would overflow at 65,504, and round by more than a client may
+            # move it.
             wide = torch.promote_types(kept, torch.float32) if floating and times > 1 else kept
             found[name] = (mean * times if floating else (mean * times).round()).to(wide)
         return found

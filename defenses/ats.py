@@ -29,10 +29,7 @@ class Operation(BaseModel):
     """Size in ninths of the largest: 45% of the side, or half of the contrast."""
 
     def changes(self) -> tuple[ImageChange, ImageChange]:
-        """Returns the change in either direction, that of the smaller `by` first.
-
-        `by` is a share of the image's side, or the factor of the contrast.
-        """
+        """Returns the change in either direction, that of the smaller `by` first."""
         if self.name == "contrast":
             sizes = [1 + sign * self.magnitude * _CONTRAST for sign in (-1, 1)]
         else:

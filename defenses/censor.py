@@ -76,10 +76,7 @@ class Censor(TrainingDefense):
 
 
 def draw_orthogonal(gradient: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-    """Draws tensors as long as those of `gradient`, each uniform among those orthogonal to it.
-
-    The keys are those of `gradient`. A tensor of one entry becomes zero.
-    """
+    """Draws tensors as long as those of `gradient`, each uniform among those orthogonal to it."""
     drawn = {}
     for name, random in standard_normal(gradient, rng).items():
         # In float64: rounding in float32 would leave more of what lies along the gradient.

@@ -38,11 +38,7 @@ class BatchDefense(TrainingDefense):
         """Returns the change of the batch that `change` makes."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns a function that computes the mean direction over the changed batch.
-
-        Raises:
-            FedsimError: (when called) the batch is of rows of a table, and not of images.
-        """
+        """Returns the mean direction over the changed batch; rows of a table are a FedsimError."""
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator

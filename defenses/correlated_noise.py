@@ -51,13 +51,7 @@ class CorrelatedNoise(StatefulTrainingDefense):
     """λ: share of the last step's noise that is taken back."""
 
     def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
-        """Returns a function that computes the noisy mean of clipped gradients.
-
-        `memory` maps names of parameters to z_(t-1) / z, and each call of the function updates it.
-
-        Raises:
-            FedsimError: (when called) the loss cannot be taken one example at a time.
-        """
+        """Returns the noisy mean of clipped gradients; `memory` maps parameters to z_(t-1) / z."""
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator

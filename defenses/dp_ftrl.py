@@ -50,13 +50,7 @@ class DPFTRL(NoisyAggregation):
     """λ: share of the last round's noise that is taken back."""
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the sum of the updates' tensors and the mean of their buffers.
-
-        All updates weigh the same in both. The result's `num_examples` is the total.
-
-        Raises:
-            FedsimError: there is no update, or their tensors differ in name or shape.
-        """
+        """Returns the sum of the updates' tensors and the mean of their buffers."""
         return sum_updates(updates, "dp_ftrl")
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
@@ -75,8 +69,6 @@ class DPFTRL(NoisyAggregation):
 
     def guarantee(self, before: Guarantee) -> Guarantee:
         """Returns the server's Gaussian mechanism, or an earlier mechanism if there is one.
-
-        Without noise, the server proves nothing.
 
         Raises:
             FedsimError: there is no bound on a client's update.

@@ -77,10 +77,7 @@ class DPSGD(TrainingDefense):
         return AskedEpsilon(epsilon=self.epsilon, delta=self.delta) if self.epsilon else None
 
     def with_noise(self, multiplier: float) -> DPSGD:
-        """Returns a copy of this defense with `multiplier` as its noise multiplier.
-
-        All else stays, `epsilon` and `target` too.
-        """
+        """Returns a copy of this defense with that noise multiplier, and the same `target`."""
         return self.model_copy(update={"noise_multiplier": multiplier})
 
     def gradient(self, step: LocalStep) -> GradientFn:

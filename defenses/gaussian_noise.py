@@ -55,28 +55,20 @@ class GaussianNoise(UpdateDefense):
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
         """Returns {`std`}, the deviation of the noise as a 0-d float64.
 
-        `sensitivity` is the bound on the update's L2 norm, infinite if there is none.
-
         Raises:
-            FedsimError: there is a multiplier and no bound for it to multiply.
+            FedsimError: there is a multiplier, and the `sensitivity` for it to multiply is
+                infinite.
         """
         return {"std": torch.tensor(self._std(sensitivity), dtype=torch.float64)}
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with noise of the deviation in `state`, and that state.
-
-        With a deviation of 0 the update stays as it is, bit for bit.
-        """
+        """Returns the update with noise of the deviation in `state`; bit for bit as it is for 0."""
         return add_gaussian(update, float(state["std"]), rng), state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the Gaussian mechanism, if the update is bounded and no mechanism came before.
-
-        Raises:
-            FedsimError: there is a multiplier and no bound for it to multiply.
-        """
+        """Returns the Gaussian mechanism, if the update is bounded and no mechanism came before."""
         std = self._std(before.sensitivity, before.reason)
         if std == 0:
             return before
@@ -92,20 +84,12 @@ class GaussianNoise(UpdateDefense):
         )
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns noise on the update.
-
-        Raises:
-            FedsimError: `guarantee` raises it.
-        """
+        """Returns noise on the update."""
         std = self._std(before.sensitivity, before.reason)
         return Effect(noise=(Noise(variance=std**2, on="update"),) if std else ())
 
     def public_parameters(self, before: Guarantee) -> dict[str, float]:
-        """Returns `std`, either as declared or as computed from a multiplier or an ε.
-
-        Raises:
-            FedsimError: `guarantee` raises it.
-        """
+        """Returns `std`, either as declared or as computed from a multiplier or an ε."""
         return {"std": self._std(before.sensitivity, before.reason)}
 
     def _std(self, sensitivity: float, reason: str = "") -> float:

@@ -74,9 +74,7 @@ class GaussianSampling(StatisticDefense):
         return self.least_eigenvalue is not None
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses a kernel matrix `value` (n, n) with an eigenvalue below the assumed least one.
-
-        `client` is the client's number, for the error message.
+        """Refuses a client's kernel matrix (n, n) with an eigenvalue below the assumed least one.
 
         Raises:
             FedsimError: an eigenvalue is too small, or the least is lost in the rounding of the
@@ -98,11 +96,7 @@ class GaussianSampling(StatisticDefense):
             )
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """Returns K̃ (n, n) drawn for the kernel matrix `value` K (n, n), positive semidefinite.
-
-        Raises:
-            FedsimError: not a single draw is private enough.
-        """
+        """Returns K̃ (n, n) drawn for the kernel matrix `value` K (n, n), positive semidefinite."""
         lifted = value + (self.lift or 0.0) * torch.eye(len(value), dtype=value.dtype)
         samples = self.guarantee(release).samples
         return draws.sampled_covariance(draws.square_root(lifted), samples, rng)
@@ -138,11 +132,7 @@ class GaussianSampling(StatisticDefense):
         )
 
     def public_parameters(self, release: Release) -> dict[str, float]:
-        """Returns the number of draws as `samples`, and γ as `lift`, 0 where there is none.
-
-        Raises:
-            FedsimError: not a single draw is private enough.
-        """
+        """Returns the number of draws as `samples`, and γ as `lift`, 0 where there is none."""
         return {"samples": self.guarantee(release).samples, "lift": self.lift or 0.0}
 
 

@@ -35,10 +35,7 @@ class GradientPruning(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with zeros for its smallest entries; the others stay bit for bit.
-
-        `state` is returned unchanged, and nothing is drawn.
-        """
+        """Returns the update with zeros for its smallest entries; the others stay bit for bit."""
         if self.scope == "global":
             return self._prune(update), state
         return {

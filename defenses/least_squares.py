@@ -63,13 +63,7 @@ class LeastSquaresMechanism(DataDefense):
         return min(self.leverage, self.residual) < 1
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuses `clients` with a row of more leverage or residual than is declared.
-
-        `clients` maps each client's number to its rows [B, b] (n, d + 1).
-
-        Raises:
-            FedsimError: a row has more.
-        """
+        """Refuses clients' rows [B, b] (n, d + 1) of more leverage or residual than declared."""
         for client, rows in clients.items():
             require(self.leverage, rows, f"client {client}", "least_squares")
             if self.residual < 1:
@@ -101,11 +95,7 @@ class LeastSquaresMechanism(DataDefense):
         return release.row_norm * _paper_sigma(self.epsilon, self.delta, r, d)
 
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns the release's mechanism, at the largest leverage that a row has beside σ.
-
-        Raises:
-            FedsimError: `sigma` raises it.
-        """
+        """Returns the release's mechanism, at the largest leverage that a row has beside σ."""
         # The claim follows from the σ in use, so that `paper` noise is stated for what it gives.
         sigma = self.sigma(release)
         leverage = bound(sigma, release.row_norm, self.leverage)

@@ -16,11 +16,7 @@ _ROUNDING = 1e-9
 
 
 def largest(rows: Tensor) -> float:
-    """Returns the largest leverage v'(D'D)^+ v of a row v of D (n, d), in [0, 1]; 0 without rows.
-
-    `rows` is D. Directions of D that are lost in the rounding of its largest singular value do not
-    count.
-    """
+    """Returns the largest leverage v'(D'D)^+ v of a row v of D (n, d); 0 without rows."""
     if not len(rows):
         return 0.0
     left, lengths, _ = torch.linalg.svd(rows, full_matrices=False)
@@ -46,24 +42,12 @@ def largest_residual(rows: Tensor) -> float:
 
 
 def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
-    """Refuses `rows` (n, d) if one has more than the `declared` leverage.
-
-    `of` says whose rows they are, and `defense` names the defense, both for the error message.
-
-    Raises:
-        FedsimError: a row has more.
-    """
+    """Refuses `rows` (n, d), those `of` whom, if one has more than the `declared` leverage."""
     _refuse_more("leverage", declared, largest(rows), rows, of, defense)
 
 
 def require_residual(declared: float, rows: Tensor, of: str, defense: str) -> None:
-    """Refuses `rows` (n, d + 1) if one has more than the `declared` share of squared residuals.
-
-    `of` says whose rows they are, and `defense` names the defense, both for the error message.
-
-    Raises:
-        FedsimError: a row has more.
-    """
+    """Refuses `rows` (n, d + 1) if one has more than the `declared` share of squared residuals."""
     _refuse_more("residual", declared, largest_residual(rows), rows, of, defense)
 
 
@@ -81,10 +65,9 @@ def _refuse_more(
 
 @cache
 def max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
-    """Returns the largest leverage at which a release is (`epsilon`, `delta`)-private.
+    """Returns the largest leverage at which a release by r columns is (`epsilon`, `delta`)-private.
 
-    `r` is the number of columns of the random matrix. The release is of coefficients of `d`
-    features by M_LS, or a sketch if `d` is None.
+    The release is of coefficients of `d` features by M_LS, or a sketch if `d` is None.
 
     Raises:
         FedsimError: an argument is out of range, or the leverage is too small to compute.

@@ -64,11 +64,7 @@ def noisy_steps(
 ) -> Guarantee:
     """Returns what Gaussian noise on every step's sum of clipped gradients proves.
 
-    Args:
-        defense: name of the defense, for the reason that is given where there is no noise.
-        noise_multiplier: deviation of the noise over the clipping norm.
-        training: the local training whose steps are released.
-        correlation: λ, the share of the last step's noise that is subtracted, in [0, 1).
+    `defense` is the name that is given as a reason where there is no noise.
     """
     if noise_multiplier == 0:
         return Guarantee(reason=f"{defense} adds no noise: its noise_multiplier is 0")
@@ -76,10 +72,7 @@ def noisy_steps(
 
 
 def noise_on_steps(std: float, correlation: float = 0.0) -> Effect:
-    """Returns the effect of noise on each step, and of a clipping factor for each example.
-
-    The noise has deviation `std`, and λ = `correlation` of the last step's is subtracted.
-    """
+    """Returns the effect of noise on each step, and of a clipping factor for each example."""
     noise = Noise(variance=std**2, on="step", correlation=correlation)
     return Effect(scaled_examples=True, noise=(noise,) if noise.variance else ())
 
@@ -105,11 +98,9 @@ def _clipped_sum(grads: dict[str, Tensor], norm: float) -> Tensors:
 
 
 def _lengths(grads: Tensor) -> Tensor:
-    """Computes (B,) float64 L2 norms of (B, ...).
-
-    By blocks: the rounding of a float32 sum over millions of entries exceeds any slack, and float64
-    throughout takes ten times as long.
-    """
+    """Computes (B,) float64 L2 norms of (B, ...)."""
+    # By blocks: the rounding of a float32 sum over millions of entries exceeds any slack, and
+    # float64 throughout takes ten times as long.
     rows = _rows(grads)
     count = rows.shape[1] // _BLOCK
     blocks = torch.unflatten(rows[:, : count * _BLOCK], 1, (count, _BLOCK))

@@ -49,11 +49,7 @@ class PercentilePrivacy(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with its small entries zeroed and its large ones truncated.
-
-        The percentile is that of all tensors together. `state` is returned unchanged, and nothing
-        is drawn.
-        """
+        """Returns the update with its small entries zeroed and its large ones truncated."""
         if not update:
             return update, state
         flat = [tensor.detach().cpu().flatten().float() / self.steps for tensor in update.values()]
@@ -62,11 +58,7 @@ class PercentilePrivacy(UpdateDefense):
         return {n: self._filter(t, cutoff) if t.ndim else t for n, t in update.items()}, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns `before` with the L2 bound of entries of at most gamma times `steps`.
-
-        No mechanism is added; one that `before` has is kept. Where a tensor is a
-        single number, or shapes are unknown, `before` is returned as it is.
-        """
+        """Returns `before`, with the L2 bound of the cut entries where their number is known."""
         if before.shapes is None or not all(before.shapes):
             return before
         # A margin of rounding, since sums of squares are rounded in another order elsewhere.

@@ -47,10 +47,6 @@ class VariationalBottleneck(LossTerm):
     """Encodes features (B, d) as normal distributions, draws from them, and decodes to (B, d)."""
 
     def __init__(self, features: int, size: int, weight: float) -> None:
-        """Makes layers for that number of `features` and of drawn dimensions (`size`).
-
-        `weight` is the factor of the divergence in `loss_term`.
-        """
         super().__init__()
         self.encoder = nn.Linear(features, 2 * size)
         self.decoder = nn.Linear(size, features)
@@ -69,23 +65,12 @@ class VariationalBottleneck(LossTerm):
         return decoded
 
     def loss_term(self) -> Tensor:
-        """Returns the weighted divergence in nats (0-d), averaged over the last batch.
-
-        It is 0 before the first batch.
-        """
+        """Returns the weighted divergence in nats (0-d), averaged over the last batch; 0 before."""
         return self._weight * self._divergence
 
 
 def divergence(mean: Tensor, deviation: Tensor) -> Tensor:
-    """Computes the Kullback-Leibler divergence of N(μ, diag(σ²)) from N(0, I), in nats.
-
-    Args:
-        mean: μ, (B, k).
-        deviation: σ > 0, (B, k).
-
-    Returns:
-        One divergence for each of B distributions.
-    """
+    """Computes (B,) divergences of N(μ, diag(σ²)), μ and σ (B, k), from N(0, I) in nats."""
     # A deviation that softplus underflows to 0 would give a logarithm of -∞.
     log = deviation.clamp_min(torch.finfo(deviation.dtype).tiny).log()
     return (mean.square() + deviation.square() - 2 * log - 1).sum(1) / 2

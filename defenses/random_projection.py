@@ -65,11 +65,7 @@ class RandomProjection(DataDefense):
     def check(self, clients: Mapping[int, Tensor]) -> None:
         """Refuses `clients` with a row of more leverage than is declared.
 
-        `clients` maps each client's number to its rows. If clients share the noise, a row's
-        leverage is that among the rows of all of them, else among its client's own.
-
-        Raises:
-            FedsimError: a row has more.
+        If clients share the noise, a row's leverage is that among the rows of all of them.
         """
         if self.shared_among > 1:
             clients = {-1: torch.cat(list(clients.values()))}
@@ -86,11 +82,7 @@ class RandomProjection(DataDefense):
         return self._whole(release) / math.sqrt(self.shared_among)
 
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns the mechanism with one client's noise, and the pooled one of all who share it.
-
-        Raises:
-            FedsimError: the release is not a sketch.
-        """
+        """Returns the mechanism with one client's noise, and the pooled one of all who share it."""
         # Of a single client's rows nothing is known if the leverage is that in the union.
         own = 1.0 if self.shared_among > 1 else self.leverage
         alone = self._make_mechanism(release, self.sigma(release), own)

@@ -68,10 +68,7 @@ class SecureAggregation(MaskedAggregation):
         return self
 
     def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
-        """Returns the terms of a sum of updates.
-
-        `before` is what is proven of each update, and `most_examples` bounds each one's number of
-        examples.
+        """Returns the terms of a sum of updates, of `most_examples` examples each at most.
 
         Raises:
             FedsimError: nothing bounds an update, and there is no `range` or there is noise.
@@ -102,9 +99,7 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the mean of the clipped updates, weighted by their numbers of examples.
-
-        With noise, tensors are summed instead, and every client counts the same.
+        """Returns the mean of the clipped updates, weighted by examples; with noise, their sum.
 
         Raises:
             FedsimError: there is no update, their tensors differ in name or shape, or (without
@@ -116,11 +111,7 @@ class SecureAggregation(MaskedAggregation):
         return Aggregate().combine(clipped)
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
-        """Returns `combined` itself; with noise, the noisy sum over the number of clients asked.
-
-        The noise is that of all clients together. Every client that was asked counts, also without
-        an answer.
-        """
+        """Returns `combined` itself; with noise, the noisy sum over the number of clients asked."""
         if not self.noise_multiplier:
             return combined
         std = self._noise_of_all(round.sensitivity)
@@ -128,11 +119,7 @@ class SecureAggregation(MaskedAggregation):
         return replace(combined, tensors={n: value / round.clients for n, value in noisy.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the mechanism of the shared noise; without any, each client's own guarantee.
-
-        Raises:
-            FedsimError: `terms` raises it.
-        """
+        """Returns the mechanism of the shared noise; without any, each client's own guarantee."""
         self.terms(before, 1)
         if not self.noise_multiplier or before.mechanism:
             if before.pooled and self.colluding:
@@ -153,12 +140,9 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def seen_by_one_of(self, participants: int) -> SecureAggregation:
-        """Returns the defense with the noise that hides the others from one of the `participants`.
-
-        That client knows its own share of the noise, and may be one of those that collude.
-        """
-        # The fewest clients in a sum that opens, less those whose
-        # shares are known: who colludes, or the one.
+        """Returns the defense with the noise that hides others from one of the participants."""
+        # The fewest clients in a sum that opens, less those whose shares are known: who colludes,
+        # or the one, which may be one of those.
         honest = participants * self.threshold - max(1.0, participants * self.colluding)
         left = max(0.0, honest / (participants * (self.threshold - self.colluding)))
         # Shares' variances add up, so that the deviation falls by the root of what is left.

@@ -11,9 +11,7 @@ from fedsim.types import Tensors
 
 
 def share(ratio: float, total: int) -> Fraction:
-    """Returns `ratio` of `total`, exact in the decimal that the user wrote.
-
-    The result is a fraction, which is not rounded to a whole number.
+    """Returns `ratio` of `total`, exact in the decimal that the user wrote, and not rounded.
 
     >>> int(0.29 * 100), int(share(0.29, 100))
     (28, 29)
@@ -23,8 +21,6 @@ def share(ratio: float, total: int) -> Fraction:
 
 def largest(update: Tensors, count: int) -> dict[str, Tensor]:
     """Returns boolean masks of the `count` entries of largest magnitude over all tensors together.
-
-    Masks have the names and shapes of the tensors. `count` is from 0 to the number of all entries.
 
     Of equal magnitudes the first in order of position counts as the larger; entries that are not
     finite count as the largest of all.

@@ -39,9 +39,7 @@ class Soteria(TrainingDefense):
     that."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns a function that computes the step's direction with the pruned columns at zero.
-
-        They are columns of the classifier's weights.
+        """Returns the step's direction with the pruned columns of the classifier's weights at zero.
 
         Raises:
             FedsimError: (when called) the model's head does not begin with a linear layer.

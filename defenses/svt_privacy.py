@@ -31,11 +31,7 @@ class SparseVectorRelease(ExactMechanism):
     count: int
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Returns ε at `delta` of this number of `releases` together.
-
-        It is the lesser of two bounds: the sum of all pure ε, and one by Rényi divergences of the
-        noise.
-        """
+        """Returns the lesser of the sum of all pure ε and one by the noise's Rényi divergences."""
         from dp_accounting import LaplaceDpEvent
         from dp_accounting.rdp import RdpAccountant
 
@@ -106,8 +102,6 @@ class SvtPrivacy(UpdateDefense):
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
         """Returns at most the share `fraction` of the entries, with noise, and zeros elsewhere.
-
-        The `state` is returned unchanged.
 
         Raises:
             FedsimError: 10,000 passes do not accept enough entries.

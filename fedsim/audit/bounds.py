@@ -38,11 +38,7 @@ LEAST_DRAWS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """The release is not (ε', δ)-private for any ε' < ε, with probability at least `confidence`.
-
-    `delta` is δ, and `method` the name of the kind of bound: `threshold`, `gaussian_dp` or
-    `one_run`.
-    """
+    """The release is not (ε', δ)-private for any ε' < ε, with probability at least `confidence`."""
 
     epsilon: float
     """ε, at least 0; a bound of 0 says nothing."""
@@ -56,16 +52,8 @@ def threshold_bound(
 ) -> LowerBound:
     """Computes the bound from one threshold on the score, in the direction that shows more.
 
-    (ε, δ)-privacy says P(S) <= exp(ε) Q(S) + δ of every set S, for P and Q the laws of the two
-    worlds in either order. S is a tail of the scores; Clopper-Pearson bounds P(S) from below and
-    Q(S) from above. The four bounds of both directions share 1 - confidence. Nothing is presumed of
-    the release.
-
-    Args:
-        absent: (n,) scores of independent releases without the row; infinite scores are allowed.
-        present: (m,) scores of independent releases with the row.
-        delta: δ in (0, 1).
-        confidence: in (0, 1), that the bound is right.
+    `absent` (n,) and `present` (m,) are scores of independent releases without and with the row;
+    infinite scores are allowed. Nothing is presumed of the release.
 
     Raises:
         FedsimError: an argument is out of its range, a score is NaN, or a world has fewer than 100
@@ -76,6 +64,9 @@ def threshold_bound(
     >>> round(threshold_bound(absent, present, delta=1e-3).epsilon, 1)  # the truth is 7.6
     4.8
     """
+    # (ε, δ)-privacy says P(S) <= exp(ε) Q(S) + δ of every set S, for P and Q the laws of the two
+    # worlds in either order. S is a tail of the scores; Clopper-Pearson bounds P(S) from below and
+    # Q(S) from above. The four bounds of both directions share 1 - confidence.
     error = error_probability(delta, confidence) / 4
     fitted, counted = zip(*map(_halves, _worlds(absent, present)), strict=True)
     epsilon = 0.0
@@ -91,11 +82,10 @@ def threshold_bound(
 def two_world_bounds(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float, gaussian: bool
 ) -> list[LowerBound]:
-    """Computes `threshold_bound`, and `gaussian_bound` if `gaussian`; all hold at once.
+    """Computes `threshold_bound`, and `gaussian_bound` if the claim is one of μ-GDP (`gaussian`).
 
-    `gaussian` says whether the claim is one of μ-GDP. The other arguments and errors are those of
-    `threshold_bound`. All hold with the given `confidence`; the field `confidence` of each of two
-    is larger, as each has half of the error probability.
+    All hold at once with the given `confidence`; the field `confidence` of each of two is larger,
+    as each has half of the error probability.
     """
     methods = [threshold_bound, gaussian_bound] if gaussian else [threshold_bound]
     # By the union bound: each method errs with its share, so that the best of them may be taken.
@@ -112,9 +102,8 @@ def gaussian_bound(
     for μ < Φ⁻¹(1 - α) - Φ⁻¹(β) (Dong, Roth and Su, Gaussian Differential Privacy, JRSS-B 2022,
     Definition 2.6). The ε that follows at δ is a bound only where the curve is Gaussian. Elsewhere
     that ε refutes a claim of μ-GDP, never one of (ε, δ). The bound is far tighter than
-    `threshold_bound` where δ is small, since no rare event has to be counted.
-
-    Arguments and errors are those of `threshold_bound`.
+    `threshold_bound`, whose arguments and errors it has, where δ is small: no rare event has to be
+    counted.
     """
     error = error_probability(delta, confidence) / 2
     mu = mu_bound(absent, present, error=error)
@@ -123,11 +112,10 @@ def gaussian_bound(
 
 
 def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
-    """Computes the μ >= 0 below which the scores refute μ-GDP.
+    """Computes the μ >= 0 below which the scores of `threshold_bound` refute μ-GDP.
 
-    The scores are those of `threshold_bound`. Each of the two error rates is bounded with the error
-    probability `error`, so that the result is wrong with at most twice that. It is 0 where the
-    scores refute nothing.
+    Each of the two error rates is bounded with the error probability `error`, so that the result is
+    wrong with at most twice that. It is 0 where the scores refute nothing.
     """
     from scipy.special import ndtri
 
@@ -164,11 +152,7 @@ def lower_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.flo
 
 
 def upper_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.float64]:
-    """Computes Clopper and Pearson's upper bound of a probability, from `successes` of `trials`.
-
-    The bound is wrong with a probability of at most `error`. The result has the shape of
-    `successes`.
-    """
+    """Computes Clopper and Pearson's upper bound, see `lower_end`."""
     return 1 - lower_end(trials - np.asarray(successes), trials, error)
 
 
@@ -232,11 +216,7 @@ def _worlds(
 
 
 def error_probability(delta: float, confidence: float) -> float:
-    """Returns 1 - confidence, after both arguments are checked.
-
-    Raises:
-        FedsimError: `delta` or `confidence` is not above 0 and below 1.
-    """
+    """Returns 1 - confidence; a FedsimError if it or `delta` is not above 0 and below 1."""
     if not 0 < delta < 1:
         raise FedsimError(f"delta: {delta} is not a probability above 0 and below 1")
     if not 0 < confidence < 1:
@@ -258,17 +238,16 @@ def one_run_bound(
 ) -> LowerBound:
     """Computes the largest ε that a run's canaries refute, as a bound with the given confidence.
 
+    It is 0 if they refute none, and never above 64.
+
     Args:
         scores: (m,) of the canaries, the higher the likelier included.
         included: (m,) booleans, each from a fair coin of its own.
         delta: in (0, 1).
         confidence: in (0, 1).
         guesses: even numbers of canaries to guess, half of them (the highest) as included and half
-            (the lowest) as left out. They must not depend on `included`. Several share the error
-            probability. By default m, m / 2, m / 4 and m / 8, rounded down to even numbers.
-
-    Returns:
-        The bound; its ε is 0 if the canaries refute none, and never above 64.
+            (the lowest) as left out. They must not depend on `included`. By default about m, m / 2,
+            m / 4 and m / 8.
 
     Raises:
         FedsimError: an argument is out of range, shapes differ, a score is NaN, or there are fewer
@@ -314,15 +293,8 @@ def one_run_p_value(
 ) -> float:
     """Bounds the probability that an (ε, δ)-private run has `correct` right guesses or more.
 
-    The bound is β + 2 m δ max_i (Pr[correct > W >= correct - i] / i), with W ~ Binomial(guesses,
-    1 / (1 + exp(-ε))) and β = Pr[W >= correct].
-
-    Args:
-        canaries: m, the number of canaries.
-        guesses: number of guesses that an attacker makes of them.
-        correct: number of right guesses.
-        epsilon: ε of the claim.
-        delta: δ of the claim.
+    The bound is β + 2 m δ max_i (Pr[correct > W >= correct - i] / i) of m canaries, with W ~
+    Binomial(guesses, 1 / (1 + exp(-ε))) and β = Pr[W >= correct].
 
     Raises:
         FedsimError: not 0 <= correct <= guesses <= canaries, ε < 0, or δ not in [0, 1].

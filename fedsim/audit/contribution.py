@@ -20,11 +20,7 @@ from fedsim.types import Dataset, Tensors, as_pixels
 
 
 class Contributions:
-    """Computes what canaries of a workload contribute, at the model's start or another model.
-
-    The other model is given as `start`: its parameters and its buffers. Without it, they are those
-    of the workload before any training.
-    """
+    """Computes what canaries contribute at the model `start`, by default that before training."""
 
     def __init__(self, workload: Workload, start: tuple[Tensors, Tensors] | None = None) -> None:
         self._workload = workload
@@ -32,10 +28,10 @@ class Contributions:
         """(parameters, buffers) of the model at which contributions are computed."""
 
     def client_update(self, *path: int) -> Tensors:
-        """Returns an update in a random direction, of twice the L2 norm that the stack allows.
+        """Returns an update on the CPU of twice the L2 norm that the stack allows.
 
-        It is on the CPU. The stack has to bound the norm of a client's update. `path` selects the
-        direction, such as a client's number: the same numbers give the same update.
+        The stack has to bound the norm of a client's update. `path`, such as a client's number,
+        selects the random direction.
         """
         proven = self._workload.stack.guarantees(self._workload.declared)
         # The last stage without a mechanism has the bound that noise is then added to.
@@ -52,11 +48,8 @@ class Contributions:
     def unit_gradient(self, image: Tensor, label: Tensor) -> Tensors:
         """Computes the gradient of one example's loss, scaled to a norm of 1, on the CPU.
 
-        It is the gradient itself; an update of a descent step goes the other way.
-
-        Args:
-            image: (1, C, H, W), not normalized: bytes, or pixels in [0, 1].
-            label: 0-d class of the image.
+        `image` is (1, C, H, W), not normalized: bytes, or pixels in [0, 1]. An update of a descent
+        step goes the other way.
         """
         assert self._workload.spec is not None
         device = self._workload.device
@@ -77,20 +70,13 @@ class Contributions:
 
 
 def images(workload: Workload) -> Dataset:
-    """Returns the workload's data, which have to be images.
-
-    Closed-form learners of tables make no claim that canaries try.
-    """
+    """Returns the workload's data: images, since closed-form learners make no claim to be tried."""
     assert isinstance(workload.dataset, Dataset), "closed-form learners make no such claim"
     return workload.dataset
 
 
 def other_label(data: Dataset, label: Tensor) -> Tensor:
-    """Returns the class that a canary labelled `label` has in the other world.
-
-    That is the next class, and the first after the last. `label` is one label or (m,), and `data`
-    has the classes.
-    """
+    """Returns the class that a canary with this `label` (or labels (m,)) has in the other world."""
     return (label + 1) % len(data.classes)
 
 

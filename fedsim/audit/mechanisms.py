@@ -24,10 +24,7 @@ _MOST_WORK = 2_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class MechanismVerdict:
-    """A mechanism's claim, and the lower bound of ε from releases drawn under two neighbours.
-
-    `delta`, `confidence` and `seed` are those that `audit` was asked for.
-    """
+    """A mechanism's claim, and the lower bound of ε from releases drawn under two neighbours."""
 
     claim: float
     """ε at δ; infinite if nothing is claimed."""
@@ -73,8 +70,7 @@ def audit(
         mechanism: its name in the privacy calculator.
         keys: keys of its experiment; `sabotage` multiplies the noise, unknown to the claim.
         delta: δ in (0, 1) at which ε is claimed.
-        draws: releases of each world, by default 1,000,000; of `one_run` its canaries, by default
-            10,000 (`DRAWS`).
+        draws: releases of each world, or canaries of `one_run`; by default those of `DRAWS`.
         confidence: in (0, 1), that a true claim is not refuted.
         seed: of the draws; the same seed gives the same verdict.
         method: two worlds, or one run of the mechanism on `draws` independent rows.

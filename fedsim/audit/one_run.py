@@ -42,19 +42,15 @@ def scores(
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Runs the federation once; returns (m,) scores of the canaries and (m,) coins.
 
-    Both are arguments of `bounds.one_run_bound`. A coin says whether the canary is present, and
-    the higher a score, the likelier it is. Canaries are ordered by their clients' numbers.
+    Both are arguments of `bounds.one_run_bound`. Canaries are ordered by their clients' numbers.
 
     Args:
         workload: the federation under one stack.
         unit: the unit that the claim hides.
         relation: the claim's relation between neighbours.
-        canaries: largest number of canaries where examples are hidden, equally many of a client.
-            Where clients are hidden, each client is a canary.
+        canaries: most canaries where examples are hidden, equally many of a client. Where clients
+            are hidden, each client is a canary.
         on_progress: called with (rounds done, all rounds).
-
-    Raises:
-        FedsimError: training is impossible.
     """
     cast: _Cast
     cast = _Clients(workload) if unit == "client" else _Examples(workload, relation, canaries)
@@ -108,23 +104,12 @@ class _Cast(ABC):
 
     @abstractmethod
     def contribution_rows(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns contributions of canaries as rows: (decided by coins, certain).
-
-        Args:
-            canaries: (c,) indices of canaries.
-            vector: (entries,) that each contribution is compared with.
-
-        Returns:
-            (c, k + 1) differences of present and absent, and any number of rows (k + 1,). The sum
-            of the latter is in the vector in any case, times an unknown factor. `row` makes both.
-        """
+        """Returns rows (any, k + 1) of `row` for canaries (c,): decided by their coins, certain."""
 
     def row(self, update: Tensors, vector: Tensor) -> Tensor:
-        """Returns (k + 1,): a sketch of k numbers of `update`, and its inner product with `vector`.
-
-        Only rows are compared by sketches: noise on `vector` would weigh more in a sketch.
-        """
+        """Returns (k + 1,): a sketch of k numbers of `update`, and its product with `vector`."""
         entries = self.flat(update)
+        # Only rows are compared by sketches: noise on the vector would weigh more in a sketch.
         sketch = entries
         if len(entries) > _SKETCHED:
             # A count sketch: inner products of sketches are those of the entries on average.
@@ -137,11 +122,7 @@ class _Cast(ABC):
         return torch.cat([update[name].flatten() for name in self.start[0]]).float()
 
     def score_canaries(self, seen: dict[int, Tensor]) -> NDArray[np.float64]:
-        """Computes (m,) scores: how much of each canary is in what the server saw.
-
-        `seen` has by client number the (entries,) sum of what it sent, times `sign`. Where the
-        server sees aggregates alone, the only key is -1, with their sum.
-        """
+        """Computes (m,) scores: how much of each canary is in what the server saw, by client."""
         found = torch.zeros(len(self.owners), dtype=torch.float64)
         parts = []
         for client, vector in seen.items():
@@ -176,10 +157,7 @@ class _Clients(_Cast):
 
 
 class _Examples(_Cast):
-    """A share of each client's examples are canaries; the others are alike, or not there at all.
-
-    A canary has its label or another one (`replace_one`), or is there or not (`zero_out`).
-    """
+    """A share of each client's examples are canaries; the others are alike, or not there at all."""
 
     def __init__(self, workload: Workload, relation: Relation, canaries: int) -> None:
         share = max(1, canaries // len(workload.parts))
@@ -249,15 +227,13 @@ class _CanaryRegression:
     """A vector as a sum of rows with normal weights, and of noise, by sufficient statistics."""
 
     def __init__(self, vector: Tensor, decided: Tensor, certain: Tensor) -> None:
-        """Takes `decided` (c, k + 1) and `certain` (any, k + 1) of `_Cast.contribution_rows`.
-
-        The sum of `certain` is in `vector` (entries,) whatever the coins, and is taken out of all;
-        its rows have weights all the same, since what is sampled is there more often or less.
-        """
         rows = torch.cat([decided, certain]).double()
         self.energy = float(vector.double().square().sum())
         self.rounding = _ROUNDING * self.energy
         self.entries = len(vector)
+        # What is certain is in the vector whatever the coins, times an unknown factor, and is taken
+        # out of all. Its rows have weights all the same: what is sampled is there more often or
+        # less.
         mean = certain.double().sum(0)
         # The last entry is an inner product with the vector: it
         # goes through every projection as a row does.
@@ -275,10 +251,7 @@ class _CanaryRegression:
         self.projected = self._vectors.T @ rows[:, -1]
 
     def weights(self, scale: float) -> Tensor:
-        """Computes the posterior means of the rows' weights; canaries come first, in their order.
-
-        `scale` is the prior variance of a weight, in units of the noise's variance on an entry.
-        """
+        """Computes the posterior means of the rows' weights, those of the canaries first."""
         # The posterior mean s (s K + 1)^-1 R v of K = R R', by the eigenvalues of K.
         shrunk = scale / (scale * self.spectrum + 1)
         return torch.mv(self._vectors, shrunk * self.projected)

@@ -26,9 +26,7 @@ AUDITED: tuple[tuple[Unit, Relation], ...] = (
 
 
 def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> None:
-    """Refuses an audit of stacks that could show nothing.
-
-    `claims` has the claim of each stack by its name, and `clients` is the federation's size.
+    """Refuses an audit of stacks that could show nothing; `claims` has each stack's by its name.
 
     Raises:
         FedsimError: no stack claims anything, a stack claims what no canary can try, or one run has
@@ -82,12 +80,11 @@ def audited_epsilon(
     taken: Collection[tuple[int, ...]],
     on_progress: Step = quiet,
 ) -> float:
-    """Computes a lower bound of the stack's ε at the claim's δ, by an audit.
+    """Computes a lower bound of the stack's ε at the claim's δ, by an audit; 0 refutes nothing.
 
     Above the claim's ε the bound refutes the claim with the audit's confidence; below, it proves
-    nothing. It is at least 0, and 0 where nothing is refuted. For Gaussian noise without sampling,
-    two worlds give the ε of the strongest Gaussian claim (μ-GDP) that is not refuted. Elsewhere the
-    bound is that of any (ε, δ) claim.
+    nothing. For Gaussian noise without sampling, two worlds give the ε of the strongest Gaussian
+    claim (μ-GDP) that is not refuted. Elsewhere the bound is that of any (ε, δ) claim.
 
     Args:
         workload: the federation under the stack.
@@ -95,9 +92,6 @@ def audited_epsilon(
         audit: the audit's settings, such as its method and number of canaries.
         taken: for each client, the rounds that it takes part in.
         on_progress: called with (done, total), in trainings of the canary or rounds of one run.
-
-    Raises:
-        FedsimError: too few draws, or training is impossible.
     """
     assert claim.unit is not None
     assert claim.relation is not None

@@ -94,12 +94,12 @@ class Looks:
         self._pair = some[list(np.unravel_index(int(told.argmax()), told.shape))]
 
     def features(self, seen: Sequence[Tensors]) -> Array:
-        """Computes the (F,) features of a trial, of which `seen` has what is seen of each round.
+        """Computes the (F,) features of a trial from what is `seen` of each round.
 
-        `seen` points the way in which the canary moves the release. The first feature is the sum
-        along the canary over all rounds, weighted. The next are the entry of the first round that
-        shows it best, and a difference of the last two rounds. Then come sums by tensor and by
-        round, sums of a round along the canary of the round before, and two entries.
+        The first is the sum along the canary over all rounds, weighted. The next are the entry of
+        the first round that shows it best, and a difference of the last two rounds. Then come sums
+        by tensor and by round, sums of a round along the canary of the round before, and two
+        entries.
         """
         own = np.array(
             [
@@ -131,13 +131,10 @@ class Looks:
 def choose_look(absent: Array, present: Array) -> tuple[Array, Array]:
     """Returns scores (n,) and (m,) of all trials, by the look that shows the canary best.
 
-    A look is a weighted sum of features, the larger the likelier with the canary. It is chosen on
-    the first half of each world's trials, so that a bound may count the second halves alone. Where
-    a half has fewer than 100 trials (`LEAST_DRAWS`), it is the first feature.
-
-    Args:
-        absent: (n, F) `Looks.features` of trials without the canary.
-        present: (m, F) features of trials with the canary.
+    A look is a weighted sum of the trials' features (n, F) and (m, F), the larger the likelier with
+    the canary. It is chosen on the first half of each world's trials, so that a bound may count the
+    second halves alone. Where a half has fewer than 100 trials (`LEAST_DRAWS`), it is the first
+    feature.
     """
     halves = absent[: len(absent) // 2], present[: len(present) // 2]
     if min(map(len, halves)) < LEAST_DRAWS:
@@ -180,23 +177,15 @@ def scores(
     canaries: int,
     on_progress: Callable[[int, int], None],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Trains one client many times; returns its scores without the canary and with it.
-
-    Both are (canaries,), and higher scores are likelier with the canary.
+    """Trains one client many times; returns its (canaries,) scores without the canary and with it.
 
     Args:
         workload: the federation under one stack.
         unit: the unit that the claim hides.
         relation: the claim's relation between neighbours.
-        taken: for each client, the numbers of the rounds that it takes part in, from 1. The
-            canary's client is the worst off: the client with the most rounds. Where the server's
-            own noise goes on while a client is away, it is the client that is farthest from not
-            taking part.
+        taken: for each client, the numbers of the rounds that it takes part in, from 1.
         canaries: number of trainings in each world.
         on_progress: called with (trainings done, all trainings).
-
-    Raises:
-        FedsimError: training is impossible.
     """
     trials = (
         _client_trials(workload, taken)
@@ -229,15 +218,13 @@ class _Trials:
 
 
 def _client_trials(workload: Workload, taken: Collection[tuple[int, ...]]) -> _Trials:
-    """Returns trials of a client that sends updates of twice the bound, or noise alone.
-
-    Where noise is declared independent between rounds, each has a direction of its own: noise that
-    comes again is then told from the canary.
-    """
+    """Returns trials of a client that sends updates of twice the bound, or noise alone."""
     stack, declared = workload.stack, workload.declared
     seed = workload.scenario.seed
     rounds, weights = _worst_participation(workload, taken)
     contributions = Contributions(workload)
+    # Where noise is declared independent between rounds, each has a direction of its own: noise
+    # that comes again is then told from the canary.
     turns = not isinstance(stack.aggregation, NoisyAggregation)
     towards = [
         contributions.client_update(*([round] if turns and round > 1 else []))
@@ -264,15 +251,13 @@ def _client_trials(workload: Workload, taken: Collection[tuple[int, ...]]) -> _T
 def _worst_participation(
     workload: Workload, taken: Collection[tuple[int, ...]]
 ) -> tuple[frozenset[int], NDArray[np.float64]]:
-    """Returns rounds and weights of the client that is easiest to detect.
-
-    With noise C^-1 Z, <C z, C y> is the matched filter for participation z in what is seen, y.
-    """
+    """Returns rounds and weights of the client that is easiest to detect."""
     if not isinstance(workload.stack.aggregation, NoisyAggregation):
         most = max(map(len, taken))
         return frozenset(range(1, most + 1)), np.ones(most)
     mechanism = workload.stack.guarantees(workload.declared)[-1].mechanism
     correlation = getattr(mechanism, "correlation", 0.0)
+    # With noise C^-1 Z, <C z, C y> is the matched filter for participation z in what is seen, y.
     ordered, past = sorted(taken), range(1, workload.scenario.training.rounds + 1)
     present = np.array([[round in each for round in past] for each in ordered])
     moved = participation.accumulate(present, correlation)  # C z of each
@@ -282,14 +267,8 @@ def _worst_participation(
 
 
 def _example_trials(workload: Workload, relation: Relation, rounds: int) -> _Trials:
-    """Returns trials of a client with one example that matters.
-
-    Under `replace_one` all of its examples are alike, but for one or not even that; under
-    `zero_out` none is there, but for one or not even that. The client is the one with the least
-    data: sampling hides its examples least. The worlds are two data sets, and each computes from
-    its own whatever it computes. In the last of several rounds the server sends another model, at
-    which the canary contributes something else: noise that comes again is then told from it.
-    """
+    """Returns trials of a client, with the least data, of whose examples one matters."""
+    # Sampling hides the examples of the client with the least data least.
     client = min(workload.clients, key=lambda one: len(one.own))
     base = _choose_base_image(workload, client)
     absent = _make_world(workload, relation, client, base, None)
@@ -385,12 +364,9 @@ def _make_world(
     base: int,
     canary: Callable[[Tensor], Tensor] | None,
 ) -> _World:
-    """Returns the federation on data with the canary, or on neighbouring data without it (None).
-
-    All images of the client are the one at `base`, and the first of them is the canary.
-    In its place there is then an image like all others (`replace_one`), or none that is computed
-    with (`zero_out`).
-    """
+    """Returns the federation on data with the canary, or on neighbouring data without it (None)."""
+    # All images of the client are the one at `base`, and the first is the canary. In its place
+    # there is then an image like all others (`replace_one`), or none is computed with (`zero_out`).
     data, part = images(workload), client.own
     image, label = data.train_images[base], data.train_labels[base]
     pixels, labels = data.train_images.clone(), data.train_labels.clone()

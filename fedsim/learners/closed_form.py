@@ -55,18 +55,15 @@ class OneRelease(Computation):
 
 
 def counted_once(update: Tensors) -> Computed:
-    """Wraps a release as a client's result, which counts as one example whatever rows it holds.
-
-    `update` holds the release's tensors, by name.
-    """
+    """Wraps a release as a client's result that counts as one example, whatever rows it holds."""
     return Computed(update=update, buffers={}, num_examples=1, truth=None, loss=None)
 
 
 def all_members(rows: Tensor, scored: Tensor, classes: int = 0) -> RowTruth:
-    """Returns the truth of a release in which all `rows` (n, columns) took part.
+    """Returns the truth of a release in which all `rows` (n, columns), of client 0, took part.
 
     `scored` (columns,), bool, says which columns are scored. `classes` is the number of the last
-    columns, which encode the label. All rows are those of client 0.
+    columns, which encode the label.
     """
     return RowTruth(
         rows=rows,
@@ -81,9 +78,7 @@ class ClosedForm(OneRelease):
     """Runs a closed-form learner of tables on one stack's federation."""
 
     def __init__(self, problem: Problem, kind: ReleaseKind, columns: int) -> None:
-        """Prepares releases of `kind`.
-
-        `columns` is r, the number of columns of the random matrix; 0 where none is drawn.
+        """Prepares releases of `kind` by a random matrix of `columns` columns (0: by none).
 
         Raises:
             FedsimError: the table has more than two classes.
@@ -108,18 +103,12 @@ class ClosedForm(OneRelease):
     def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:
         """Computes what is released of regularized `rows` (n, d + 1), the target being last.
 
-        `rng` is the client's secret stream. A sketch is (d + 1, r), of r columns, and regression
-        coefficients are (d,).
+        A sketch is (d + 1, r), of r columns, and regression coefficients are (d,).
         """
 
     def describe(self) -> ReleaseSpec:
-        """Describes how the release comes from rows.
-
-        The description is computed on demand, since the stack may have no σ.
-
-        Raises:
-            FedsimError: no σ is enough.
-        """
+        """Describes how the release comes from rows; a FedsimError if no σ is enough."""
+        # Computed on demand, since the stack may have no σ.
         return ReleaseSpec(
             learner=self._learner.name,
             parameters=self._learner.parameters,
@@ -133,10 +122,7 @@ class ClosedForm(OneRelease):
         )
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
-        """Returns the truth of a release of all `inputs` (n, d + 1); an intercept is not scored.
-
-        The inputs hold the target, so that `labels` are without effect.
-        """
+        """Returns the truth of a release of all `inputs` (n, d + 1), which hold the labels."""
         scored = torch.ones(inputs.shape[1], dtype=torch.bool)
         # Last among the features, before the target, stands the intercept: a constant that
         # everybody knows.
@@ -144,39 +130,23 @@ class ClosedForm(OneRelease):
         return all_members(inputs, scored)
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Lets the defense of rows check its assumptions on every client's rows.
-
-        `clients` has (rows (n, d + 1), labels) by client; labels are without effect.
-
-        Raises:
-            FedsimError: rows break an assumption of the privacy claim.
-        """
+        """Lets the defense of rows check its assumptions on every client's rows (n, d + 1)."""
         defense = self._stack.data_defense
         if defense and defense.assumes:
             defense.check({client: rows for client, (rows, _) in clients.items()})
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns (parameters, buffers): zeros as `release`, and no buffers.
-
-        There is no model before the first release.
-        """
+        """Returns zeros as `release`, and no buffers: there is no model before the release."""
         return {VALUE: torch.zeros(self._shape, dtype=torch.float64)}, {}
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Returns the release of the client's rows, regularized as the stack says.
-
-        The rows are the first batch of `request`, and randomness comes from `request.stream`;
-        `rng` is without effect.
-        """
+        """Returns the release of the first batch's rows, regularized as the stack says."""
         rows = regularize(request.batches[0][0], self._stack.sigma(self.release))
         return counted_once({VALUE: self.value(rows, request.stream)})
 
 
 def regularize(rows: Tensor, sigma: float) -> Tensor:
-    """Returns [D; σ I]: `rows` D (n, d + 1) and one further row per column.
-
-    `sigma` is σ; for 0 the result is D.
-    """
+    """Returns [D; σ I]: `rows` D (n, d + 1) and one further row per column, or D for σ = 0."""
     if sigma == 0:
         return rows
     # D'D becomes D'D + σ² I, as under a ridge penalty of σ².
@@ -186,9 +156,8 @@ def regularize(rows: Tensor, sigma: float) -> Tensor:
 def sketch(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
     """Returns D'G of `rows` D (n, d), as (d, columns); G has independent standard normal entries.
 
-    `rng` draws G. For regularized rows [D; σ I] the result is D'G + σ N, with N as independent: the
-    noise of the random projection mechanism. The part of G that belongs to D is the same whatever
-    σ.
+    For regularized rows [D; σ I] the result is D'G + σ N, with N as independent: the noise of the
+    random projection mechanism. The part of G that belongs to D is the same whatever σ.
     """
     total = torch.zeros(rows.shape[1], columns, dtype=rows.dtype)
     # torch fills blocks of 16 and an incomplete one otherwise, which would change with σ.

@@ -19,16 +19,12 @@ _BATCH = 256
 class FeatureExtractor:
     """Computes rows of L2 norm 1: features of a frozen model, or pixels if there is no model.
 
-    The model is public: it must not have been trained on the clients' data. A row of zeros has
-    no direction and stays as it is. `dimension` is the number d of features in a row.
+    The model is public: it must not have been trained on the clients' data. A row of zeros has no
+    direction and stays as it is. A row has `dimension` features.
     """
 
     def __init__(self, problem: Problem) -> None:
-        """Reads the model and its weights, if `problem` has any.
-
-        Raises:
-            FedsimError: `training.weights` cannot be read, or are of another model.
-        """
+        """Reads the model and its weights, if `problem` has any that can be read and fit."""
         dataset = problem.dataset
         assert isinstance(dataset, Dataset)
         self._device = problem.device

@@ -95,10 +95,6 @@ class _LinearRegression(ClosedForm):
         return solve(rows)
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the sum of the sketches, or the mean of the coefficients.
-
-        Sketches are solved where they are used. `clients` is the number of releases in `mean`.
-        """
         return {VALUE: mean[VALUE] * clients} if self._method == "sketch" else mean
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
@@ -123,7 +119,7 @@ def solve(rows: Tensor) -> Tensor:
 def normal_solution(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
     """Draws (d,) from N(x, ||e||² (B'B)^-1 / r), the limit of least squares on sketches.
 
-    `rows` is [B, b] (n, d + 1) with the solution x and residuals e. `columns` is r, that of the
+    `rows` is [B, b] (n, d + 1) with the solution x and residuals e; `columns` is r, that of the
     sketch.
 
     Raises:

@@ -44,9 +44,7 @@ def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float 
 
 
 def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
-    """Computes α = (K + λ I)⁻¹ Y, (n, c).
-
-    `gram` is K (n, n), `labels` is Y (n, c), and `ridge` is λ > 0.
+    """Computes α = (K + λ I)⁻¹ Y, (n, c), of `gram` K (n, n), `labels` Y (n, c) and λ = `ridge`.
 
     Raises:
         FedsimError: `ridge` is not positive, or lost in the rounding of a singular K.
@@ -60,11 +58,7 @@ def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
 def predict(
     x: Tensor, train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
 ) -> Tensor:
-    """Computes the (a, c) values K(x, X) α of `x` (a, d).
-
-    `train` is X (n, d), and `alpha` is α (n, c). The largest value of a row is its class. `weights`
-    and `scale` are those of `kernel`.
-    """
+    """Computes the (a, c) values K(x, X) α of `x` (a, d); the largest of a row is its class."""
     return kernel(x, train, weights, scale=scale) @ alpha
 
 
@@ -74,7 +68,7 @@ def quadratic_form(
     """Computes the predictor (c, d, d): symmetric Q with x' Q_j x = K(x, X) α_j for all x.
 
     Q_j = sym(X' diag(α_j) X S). It is linear in the predictor, so that the mean of several models'
-    predictions is the prediction of their mean Q. Arguments are those of `predict`.
+    predictions is the prediction of their mean Q.
     """
     # X' diag(α_j) X of each class j, at once.
     weighted = torch.einsum("ij,ia,ib->jab", alpha, train, train)

@@ -128,13 +128,7 @@ class _KernelRegression(OneRelease):
         )
 
     def describe(self) -> ReleaseSpec:
-        """Describes what everybody knows of a release.
-
-        The description is computed on demand, since no noise may be enough.
-
-        Raises:
-            FedsimError: no noise is enough.
-        """
+        # Computed on demand, since no noise may be enough.
         return ReleaseSpec(
             learner=self._declared.name,
             parameters=self._declared.parameters,
@@ -150,30 +144,18 @@ class _KernelRegression(OneRelease):
         )
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
-        """Returns the truth of a release of all `inputs`: unit features and the one-hot label.
-
-        `inputs` are pixels (n, C, H, W) in [0, 1], and `labels` classes (n,). Features are scored,
-        the label's columns are not.
-        """
         d = self.release.features
         rows = torch.cat([self._features.of(inputs), ntk.one_hot(labels, self._classes)], 1)
         return all_members(rows, torch.arange(d + self._classes) < d, self._classes)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Returns `kernel`: S (d, d) of the kernel (x'z)(x'Sz), which everybody knows."""
+        """Returns S (d, d) of the kernel (x'z)(x'Sz), which everybody knows."""
         if self._weights is None:
             identity = torch.eye(self.release.features, dtype=torch.float64)
             return {KERNEL: self._learner.scale**2 * identity}
         return {KERNEL: self._weights.T @ self._weights / len(self._weights)}
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Lets defenses of features and kernels check their assumptions on every client.
-
-        `clients` has (pixels (n, C, H, W) in [0, 1], labels (n,)) by client.
-
-        Raises:
-            FedsimError: a client's data break an assumption of the privacy claim.
-        """
         feature_defenses = self._stack.assumed_of("features")
         kernel_defenses = self._stack.assumed_of("kernel")
         if not feature_defenses and not kernel_defenses:
@@ -186,15 +168,10 @@ class _KernelRegression(OneRelease):
                 defense.check(client, self._gram(features))
 
     def _gram(self, features: Tensor) -> Tensor:
-        """Returns the kernel matrix (n, n) of (n, d) features."""
         return ntk.kernel(features, features, self._weights, scale=self._learner.scale)
 
     def fit(self, request: Request, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Computes a client's (X̃ (n, d), α̃ (n, c)) from statistics that the stack made private.
-
-        X̃ are the features of the first batch of `request`, and α̃ the coefficients of each class.
-        `rng` draws the noise.
-        """
+        """Computes a client's (X̃ (n, d), α̃ (n, c)) from statistics made private by the stack."""
         pixels, classes = request.batches[0]
         features = self._features.of(pixels)
         gram = self._gram(features)
@@ -215,10 +192,7 @@ class _KernelRegression(OneRelease):
 
     @abstractmethod
     def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        """Computes (a, c) values of the classes for `rows` (a, d) of features.
-
-        `parameters` are the global ones, by name. The largest value of a row is its class.
-        """
+        """Computes (a, c) values of the classes for `rows` (a, d) of features."""
 
 
 @final
@@ -238,25 +212,15 @@ class _Ensemble(_KernelRegression):
             )
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns (parameters, buffers): `form`, Q (c, d, d), as zeros, and `kernel`, S (d, d)."""
         d = self.release.features
         return {MODEL: torch.zeros(self._classes, d, d, dtype=torch.float64)}, self.buffers()
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Returns the client's predictor Q as `update["form"]`, (c, d, d), for c classes.
-
-        d is the number of features. Q is fitted to the first batch of `request`, and `rng` draws
-        the noise of the stack's defenses.
-        """
         rows, alpha = self.fit(request, rng)
         form = ntk.quadratic_form(rows, alpha, self._weights, scale=self._learner.scale)
         return counted_once({MODEL: form})
 
     def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        """Computes x'Qx of every row x and class, (a, c).
-
-        `rows` are (a, d), features alone, and `parameters` hold Q (c, d, d) as `form`.
-        """
         return ntk.evaluate_form(rows, parameters[MODEL])
 
 
@@ -275,10 +239,6 @@ class _Single(_KernelRegression):
         self._num_examples = problem.examples
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns (parameters, buffers): `features` (n, d) and `alpha` (n, c), zeros, and `kernel`.
-
-        n is the number of all training examples, and `kernel` is S (d, d).
-        """
         d, num_examples = self.release.features, self._num_examples
         zeros = {
             FEATURES: torch.zeros(num_examples, d, dtype=torch.float64),
@@ -287,11 +247,6 @@ class _Single(_KernelRegression):
         return zeros, self.buffers()
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Returns the client's model as `features`, X̃ (n, d), and `alpha`, α̃ (n, c).
-
-        n is the number of all training examples; rows beyond those of the batch are zeros. `rng`
-        draws the noise of the stack's defenses.
-        """
         rows, alpha = self.fit(request, rng)
         # F.pad takes the last axis first. A release of fewer rows, as of a probe, keeps the
         # declared shape.
@@ -299,7 +254,6 @@ class _Single(_KernelRegression):
         return counted_once({FEATURES: F.pad(rows, padding), ALPHA: F.pad(alpha, padding)})
 
     def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        """Computes K(x, X) α of every row x of `rows` (a, d): (a, c), one column a class."""
         return ntk.predict(
             rows,
             parameters[FEATURES],

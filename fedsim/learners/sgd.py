@@ -102,11 +102,6 @@ class _SGDTraining(Computation):
         return rng.derive(self._problem.seed, "model")
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the global parameters and buffers before the first round.
-
-        Raises:
-            FedsimError: `training.weights` cannot be read, or are of another model.
-        """
         if self._problem.weights is not None:
             return read_weights(from_home(self._problem.weights), self.model)
         # Training computes with weights that are put in its place: the model keeps those it has.
@@ -119,11 +114,6 @@ class _SGDTraining(Computation):
         )
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Trains locally from the request's global model, and returns the update that this makes.
-
-        The update is the gradient under fedsgd, and weights after minus before under fedavg, on the
-        device of the problem. `rng` draws the defenses' noise and dropout.
-        """
         parameters = {name: value.to(self._device) for name, value in request.parameters.items()}
         buffers = {name: value.to(self._device) for name, value in request.buffers.items()}
         batches = [
@@ -142,19 +132,11 @@ class _SGDTraining(Computation):
         )
 
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """Subtracts lr times the mean gradient (fedsgd), or adds the mean change (fedavg)."""
         if training.algorithm == "fedsgd":
             return before - training.lr * update
         return before + update
 
     def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
-        """Returns the mean update that led from `before` to `after`, in float64.
-
-        Under fedsgd it is a gradient, else a change of weights.
-
-        Raises:
-            FedsimError: the server projects the weights, which cannot be undone.
-        """
         if self._problem.projection_radius is not None:
             raise FedsimError(
                 "the server projects the weights (training.projection_radius), so that two global "
@@ -166,11 +148,6 @@ class _SGDTraining(Computation):
         return -moved / training.lr if training.algorithm == "fedsgd" else moved
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the strategy's weights `mean`, projected onto the ball that holds them.
-
-        The ball is of L2 radius `Problem.projection_radius` around the initial weights. Without a
-        radius, `mean` is returned as it is.
-        """
         radius = self._problem.projection_radius
         if radius is None:
             return mean
@@ -186,14 +163,9 @@ class _SGDTraining(Computation):
         return self.initial()[0]
 
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """Returns a copy of `parameters` with the server's neurons planted, a function of `seed`.
-
-        A model without such neurons keeps all its parameters.
-        """
         return plant_neurons(self.model, parameters, seed)
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
-        """Returns mean cross-entropy and accuracy on the test split."""
         self.model.eval()
         state = {name: value.to(self._device) for name, value in {**parameters, **buffers}.items()}
         total = torch.zeros((), dtype=torch.float64)
@@ -265,10 +237,7 @@ class _SGDTraining(Computation):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Holds the result of local training, before the update defenses.
-
-    `update` is the gradient under fedsgd, and weights after minus before under fedavg.
-    """
+    """Holds the result of local training, before the update defenses."""
 
     update: Tensors
     buffers: Tensors
@@ -300,8 +269,8 @@ def train(
         spec: describes the model, for defenses.
         parameters: the global weights to start from.
         buffers: the global buffers; they stay as they are.
-        batches: (normalized images (B, C, H, W), labels (B,)), one per step; where B varies,
-            sums are divided by `training.batch_size`.
+        batches: (normalized images (B, C, H, W), labels (B,)), one per step; where B varies, sums
+            are divided by `training.batch_size`.
         training: as changed by the stack's training defenses.
         stack: its training defenses make the direction of a step.
         generator: stream of the defenses' and dropout's draws, on the CPU.

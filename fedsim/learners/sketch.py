@@ -38,11 +38,7 @@ class Sketch(Learner):
         return "sketch"
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner to one stack's federation.
-
-        Raises:
-            FedsimError: the table has more than two classes.
-        """
+        """Binds the learner to one stack's federation; more than two classes are a FedsimError."""
         return _Sketching(problem, "sketch", self.columns)
 
 
@@ -52,7 +48,6 @@ class _Sketching(ClosedForm):
         return sketch(rows, self.release.columns, rng)
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the sum over the clients: `clients` times `mean`."""
         return {VALUE: mean[VALUE] * clients}
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
