@@ -9,8 +9,7 @@ from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.up import federation
 from fedsim.federation.refusals import check_scenario
 from fedsim.pipeline import collect, run
-from fedsim.results import earlier
-from fedsim.results.record import Run
+from fedsim.results.record import Run, refuse_other_run
 from fedsim.scenario import dump, expand, open_document
 from fedsim.system import paths
 from fedsim.training.source import build_source
@@ -53,7 +52,7 @@ def up(
         raise FedsimError("sweep: fedsim up runs one scenario; choose a variant with --set")
     wanted, root = variants[0].scenario, Path(out)
     paths.writable_folder(root, "--out")
-    earlier.refuse_other_run(root, dump(wanted), resume)
+    refuse_other_run(root, dump(wanted), resume)
     check_scenario(wanted)
     source = build_source(wanted.data.source).place
     named = [path for path in (source, wanted.data.partition.path, wanted.training.weights) if path]

@@ -30,9 +30,8 @@ from fedsim.federation.records import RoundRecord
 from fedsim.recording import files, truth
 from fedsim.report import describe_variant, save_overview, write_report
 from fedsim.report.loggers import chosen, log_run
-from fedsim.results import controls, earlier, record, rows
-from fedsim.results.plan import Plan
-from fedsim.results.record import Run
+from fedsim.results import controls, record, rows
+from fedsim.results.record import Plan, Run
 from fedsim.scenario import Scenario, cautions, dump, expand, open_document
 from fedsim.scenario.model import AttackEntry
 from fedsim.system import paths
@@ -90,7 +89,7 @@ def run(
             for number, variant in enumerate(variants):
                 folder = root / variant.label if variant.label else root
                 # Before anybody is waited for.
-                earlier.refuse_other_run(folder, dump(variant.scenario), resume)
+                record.refuse_other_run(folder, dump(variant.scenario), resume)
                 place = acceptance.place_of(number, variants)
                 accepted = acceptance.accept(variant, place, quiet=quiet, out=folder, link=link)
                 executions.append(_Execution(accepted, folder, resume, workers, link))
@@ -167,7 +166,7 @@ def _failing() -> Iterator[None]:
     except FedsimError as error:
         raise RunFailed(str(error)) from error
     except OSError as error:
-        raise RunFailed(earlier.how_to_go_on(error)) from error
+        raise RunFailed(record.how_to_go_on(error)) from error
 
 
 _NOISE = (
@@ -432,10 +431,10 @@ class _Execution:
 
     def refuse_other_run(self) -> None:
         """Refuses a folder with results that this run could not go on from."""
-        earlier.refuse_other_run(self.out, self.resolved, self.resume)
+        record.refuse_other_run(self.out, self.resolved, self.resume)
         keys = {job.key for job, _ in self._planned}
         last = self.scenario.training.rounds
-        earlier.refuse_foreign_rows(self.out, keys, list(self.servers), last)
+        rows.refuse_foreign_rows(self.out, keys, list(self.servers), last)
 
     def _on_round(
         self, path: Path, server: Server, display: progress.Display

@@ -42,7 +42,7 @@ from fedsim.recording.truth import save_truth
 from fedsim.recording.witnessed import Testimony, read_witnessed
 from fedsim.report import write_report
 from fedsim.results import record
-from fedsim.results.plan import Plan as Announced
+from fedsim.results.record import Plan as Announced
 from fedsim.results.record import Row, Run
 from fedsim.system import paths
 from fedsim.system.lock import lock_folder

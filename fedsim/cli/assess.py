@@ -8,9 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from fedsim.cli.exits import exits
-from fedsim.cli.options import Quiet
-from fedsim.cli.outcome import show
+from fedsim.cli.shared import Quiet, exits, show
 
 _Model = Annotated[
     str,

@@ -18,11 +18,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from fedsim.cli import assess, network
-from fedsim.cli.exits import exits
-from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed
-from fedsim.cli.outcome import TableFormat, say_what_lacks, show
-from fedsim.cli.outcome import leaderboard as written_leaderboard
 from fedsim.cli.privacy import app as privacy_app
+from fedsim.cli.shared import (
+    Quiet,
+    RootCertificates,
+    ScenarioFile,
+    Settings,
+    SharedSeed,
+    TableFormat,
+    exits,
+    say_what_lacks,
+    show,
+)
+from fedsim.cli.shared import leaderboard as written_leaderboard
 from fedsim.cli.stand_ins import read_without_libraries
 
 if TYPE_CHECKING:

@@ -8,9 +8,15 @@ from typing import Annotated
 
 import typer
 
-from fedsim.cli.exits import exits
-from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed
-from fedsim.cli.outcome import show
+from fedsim.cli.shared import (
+    Quiet,
+    RootCertificates,
+    ScenarioFile,
+    Settings,
+    SharedSeed,
+    exits,
+    show,
+)
 from fedsim.system import addresses
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fedsim.cli.exits import exits
+from fedsim.cli.shared import exits
 from fedsim.cli.stand_ins import read_without_libraries
 
 app = typer.Typer(

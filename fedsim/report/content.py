@@ -13,6 +13,7 @@ from typing import Literal
 
 from fedsim.report import facts
 from fedsim.report.charts import ChartGroup, draw_charts
+from fedsim.report.facts import UtilityRow, attacks_nothing, utility
 from fedsim.report.glossary import terms_of
 from fedsim.report.judge import (
     Control,
@@ -24,12 +25,18 @@ from fedsim.report.judge import (
     level_of,
 )
 from fedsim.report.leaderboard import aggregate
-from fedsim.report.measured import ABSENT, Measured, measure_row, metrics_of
 from fedsim.report.messages import invalid_reasons, warnings
 from fedsim.report.pictures import Plate, plates_of
-from fedsim.report.row import LeaderboardRow, by_comparison, population_of
+from fedsim.report.row import (
+    ABSENT,
+    LeaderboardRow,
+    Measured,
+    by_comparison,
+    measure_row,
+    metrics_of,
+    population_of,
+)
 from fedsim.report.threat import describe_comparison, threat_model
-from fedsim.report.utility import UtilityRow, attacks_nothing, utility
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import StoredRun, measurements
 from fedsim.scoring import Summary, Term

@@ -21,12 +21,11 @@ from fedsim.contracts import plugins
 from fedsim.contracts.attack import Attack, unreadable
 from fedsim.recording.files import write_bytes, write_text
 from fedsim.report.content import Content
-from fedsim.report.facts import again
+from fedsim.report.facts import again, utility
 from fedsim.report.figures import describe_stack, read_texts
 from fedsim.report.page import render
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.threat import WATCHERS, is_own, threat_model_of, unknown_grants
-from fedsim.report.utility import utility
 from fedsim.results.lines import ResultRow, nested
 from fedsim.results.reading import RESULTS, StoredRun, load_runs
 from fedsim.system import paths

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.contracts.target import ranking_targets
-from fedsim.report.facts import unfinished
+from fedsim.report.facts import UtilityRow, unfinished, utility
 from fedsim.report.figures import format_metric
 from fedsim.report.judge import LARGEST_DELTA, attempt, level_of, works
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.messages import invalid_reasons
 from fedsim.report.row import LeaderboardRow, by_comparison
 from fedsim.report.threat import describe_comparison
-from fedsim.report.utility import UtilityRow, utility
 from fedsim.results.reading import (
     ReportError,
     StoredRun,

@@ -21,10 +21,10 @@ from typing import ClassVar, NamedTuple, final
 from torch import Tensor
 
 from fedsim.report.content import Content
+from fedsim.report.facts import utility
 from fedsim.report.figures import describe_stack
 from fedsim.report.pictures import encode_png
 from fedsim.report.row import LeaderboardRow
-from fedsim.report.utility import utility
 from fedsim.results.reading import StoredRun, load_runs
 from fedsim.scoring import METRICS
 from fedsim.system import paths

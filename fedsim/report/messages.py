@@ -29,8 +29,7 @@ from fedsim.report.judge import (
     positive_controls,
     targets_by_mean,
 )
-from fedsim.report.measured import heading_of
-from fedsim.report.row import OTHERS, Comparison, LeaderboardRow, by_comparison
+from fedsim.report.row import OTHERS, Comparison, LeaderboardRow, by_comparison, heading_of
 from fedsim.report.threat import describe_attacker, describe_comparison
 from fedsim.scoring import Summary
 from fedsim.words import (

@@ -16,7 +16,6 @@ from fedsim.contracts.target import ranking_targets
 from fedsim.report.facts import Awaited
 from fedsim.report.figures import format_accuracy, format_number, read_texts
 from fedsim.report.judge import Control, Judgement, dump, judgements, positive_controls
-from fedsim.report.measured import ABSENT, heading_of, measure_row
 from fedsim.report.messages import (
     describe_control,
     invalid_comparisons,
@@ -24,7 +23,7 @@ from fedsim.report.messages import (
     sentence,
     warnings,
 )
-from fedsim.report.row import LeaderboardRow, population_of
+from fedsim.report.row import ABSENT, LeaderboardRow, heading_of, measure_row, population_of
 from fedsim.report.threat import describe_comparison
 from fedsim.scoring import METRICS, Summary
 from fedsim.words import format_claim, format_epsilon, number_of, printable

@@ -21,8 +21,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from fedsim.report.content import Content
 from fedsim.report.page import html_of
-from fedsim.results.plan import PLAN
 from fedsim.results.reading import RESULTS, load_runs
+from fedsim.results.record import PLAN
 from fedsim.system.addresses import is_loopback
 from fedsim.system.lock import is_locked
 from fedsim.types import FedsimError, RunFailed

@@ -23,8 +23,7 @@ from fedsim.results.lines import (
     digest_of,
     nested,
 )
-from fedsim.results.plan import PLAN, Line, Plan, load_plan
-from fedsim.results.record import describe_fault, strict_json
+from fedsim.results.record import PLAN, Line, Plan, describe_fault, load_plan, strict_json
 from fedsim.scenario.document import ScenarioError
 from fedsim.scenario.reader import MAX_BYTES, parse_yaml
 from fedsim.system import paths

@@ -7,8 +7,9 @@ never absent and never 0. An infinite ε is the string "inf" (JSON has no such n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from fedsim.attacking.jobs import Job, Result
@@ -17,7 +18,8 @@ from fedsim.federation.records import SILENT, RoundRecord
 from fedsim.privacy import membership
 from fedsim.privacy.recovery import mean_limit, success_limit
 from fedsim.results.lines import ResultRow, describe_tensor_bound
-from fedsim.results.record import Row
+from fedsim.results.reading import fits
+from fedsim.results.record import Row, read_lines
 from fedsim.scenario import Scenario
 from fedsim.targets.membership import FALSE_POSITIVES, LOW_RATES, accused_others
 from fedsim.training.accounting import claim_for_drawn
@@ -297,3 +299,39 @@ def _per_client(row: Row) -> int | None:
     # Answers that were read and then left out are among the bytes.
     answered = len(row["participants"]) - sum(row["failures"].get(why, 0) for why in SILENT)
     return row["bytes_up"] // answered if answered else None
+
+
+_RESULT_KEYS = {"metrics", "baseline", "reason", "per_image", "theory", "cost"}
+
+
+def refuse_foreign_rows(
+    out: Path, keys: Collection[Key], stacks: Collection[str], last: int
+) -> None:
+    """Refuses a folder that holds lines of other runs, which would count in the tables.
+
+    Args:
+        out: Folder of the run.
+        keys: Key of each result that the run is to have, see `key`.
+        stacks: Names of the run's defense stacks.
+        last: Number of the run's last round.
+
+    Raises:
+        FedsimError: a line is damaged or of another run; with the file and the line.
+    """
+
+    def result(row: Row) -> bool:
+        # Refused now, since controls and report read these keys of every row at the run's end.
+        is_complete = isinstance(row["control"], dict) and row.keys() >= _RESULT_KEYS
+        return is_complete and key(row) in keys and fits(row, "results.jsonl")
+
+    def round(row: Row) -> bool:
+        is_of_run = row["defense"] in stacks and row["round"] in range(1, last + 1)
+        return is_of_run and row.keys() >= ROUND_KEYS and fits(row, "rounds.jsonl")
+
+    def audit(row: Row) -> bool:
+        return row["defense"] in stacks and fits(row, "audit.jsonl")
+
+    # Read for their refusals alone.
+    read_lines(out / "results.jsonl", result)
+    read_lines(out / "rounds.jsonl", round)
+    read_lines(out / "audit.jsonl", audit)

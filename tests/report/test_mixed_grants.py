@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from answer_rows import WORKS, judged, trials
 
-from fedsim.cli import outcome
+from fedsim.cli import shared
 from fedsim.report import leaderboard_rows, load_runs, render, write_report
 from fedsim.report.content import Content
 from fedsim.report.dossier import write_dossier
@@ -90,7 +90,7 @@ def test_terminal_report_and_page_show_them_apart(mixed_update: Path) -> None:
     table = render(rows, width=160)
     assert "s, faces, lenet, honest server" in table
     runs = load_runs([mixed_update])
-    assert "s, faces, lenet, honest server" in outcome.leaderboard(runs, "table")
+    assert "s, faces, lenet, honest server" in shared.leaderboard(runs, "table")
     assert title in table and table.index("inverting_gradients") < table.index(title)
     for page in (write_report(mixed_update), write_dossier(mixed_update)[0]):
         text = page.read_text()

@@ -14,7 +14,7 @@ from synthetic_run import STACKS, write_run
 
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.report import save_overview
-from fedsim.report.overview import ShownDefense, choose_defenses, choose_victims
+from fedsim.report.pictures import ShownDefense, choose_defenses, choose_victims
 from fedsim.results.lines import ControlOf, ResultRow
 from fedsim.results.reading import load_runs
 from fedsim.scoring import psnr

@@ -17,7 +17,7 @@ from fedsim.cli.commands import app
 from fedsim.contracts import plugins
 from fedsim.report import load_runs, unfinished, write_report
 from fedsim.report.dossier import dossier_of, list_untried
-from fedsim.results.plan import PLAN, Plan
+from fedsim.results.record import PLAN, Plan
 from fedsim.system.lock import is_locked, lock_folder
 from fedsim.types import FedsimError, RunFailed
 

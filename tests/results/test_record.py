@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from fedsim.results.plan import PLAN, Plan, load_plan
-from fedsim.results.record import append_line, drop_torn_line, environment, read_lines, write_lines
+from fedsim.results.record import (
+    PLAN,
+    Plan,
+    append_line,
+    drop_torn_line,
+    environment,
+    load_plan,
+    read_lines,
+    write_lines,
+)
 from fedsim.types import FedsimError
 
 ROOT = Path(__file__).parents[2]

@@ -1042,13 +1042,13 @@ _BY_SECTION: dict[int, dict[str, Mutation]] = {
             "fedsim/scoring/certificates.py", "COSINE = 0.999", "COSINE = 0.9", BESIDE
         ),
         "a refusal ends as a failure does": swap(
-            "fedsim/cli/exits.py:_status",
+            "fedsim/cli/shared.py:_status",
             "2 if isinstance(error, FedsimError) else None",
             "1 if isinstance(error, FedsimError) else None",
             BESIDE,
         ),
         "a failure ends as a refusal does": swap(
-            "fedsim/cli/exits.py:_status", "return 1", "return 2", BESIDE
+            "fedsim/cli/shared.py:_status", "return 1", "return 2", BESIDE
         ),
         "a broken limit ends well": swap(
             "fedsim/cli/commands.py:_judge", "typer.Exit(1)", "typer.Exit(0)", BESIDE

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedsim.attacking.jobs import seed_of
 from fedsim.audit.mechanisms import MechanismVerdict
 from fedsim.cli import commands
-from fedsim.cli.exits import exits
+from fedsim.cli.shared import exits
 from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.contracts.metric import match

@@ -12,7 +12,7 @@ import pytest
 import fedsim
 from fedsim.privacy.numerics import gaussian
 from fedsim.report import leaderboard_rows, load_runs, render
-from fedsim.report.utility import describe, utility
+from fedsim.report.facts import describe, utility
 from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
 from fedsim.training.workload import Workload

@@ -163,7 +163,7 @@ def test_what_is_collected_are_regular_files(tmp_path: Path) -> None:
 def test_an_unscored_run_is_no_invalid_one_and_says_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fedsim.cli.outcome import leaderboard, outcome
+    from fedsim.cli.shared import leaderboard, outcome
     from fedsim.report import leaderboard_rows, load_runs, unfinished
 
     homes, out = tmp_path / "homes", tmp_path / "out"

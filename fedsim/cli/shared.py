@@ -1,11 +1,16 @@
-"""Prints the outcome of a run: leaderboard, gaps, and the path of the report."""
+"""What commands share: options, exit statuses, and what they print of a finished run."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from fedsim.system import interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,3 +112,68 @@ def _answers(judged: Sequence[Judgement], width: int) -> str:
         else:
             lines += [f"- {printable(brief(verdict))}" for verdict in each.verdicts]
     return "".join(f"{fill(line, width, subsequent_indent='  ')}\n" for line in lines)
+
+
+@contextmanager
+def exits() -> Iterator[None]:
+    """Turns an error of its `with` block that a user can act on into a message and exit status.
+
+    The message goes to the standard error.
+
+    Raises:
+        typer.Exit: with status 2 for refused input, 1 for failed work, 130 for an interrupt.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        # The message says how to go on; 130 is what shells take for an interrupted command.
+        interrupts.say(lambda text: typer.secho(text, err=True, fg="red"))
+        raise typer.Exit(interrupts.STATUS) from error
+    except BrokenPipeError:
+        raise  # whoever read the output has left: typer ends in silence
+    except Exception as error:
+        status = _status(error)
+        if status is None:
+            raise
+        typer.secho(f"{error}{_remedy(error)}", err=True, fg="red")
+        raise typer.Exit(status) from error
+
+
+def _remedy(error: Exception) -> str:
+    """Returns the remedy for an error of the system, whose own message has none; else nothing."""
+    if not isinstance(error, OSError):
+        return ""
+    return f"; check the path and the space left, then {interrupts.how_to_go_on()}"
+
+
+def _status(error: Exception) -> int | None:
+    """Returns the exit status for `error`; None if the user cannot act on it."""
+    from fedsim.contracts.attack import AttackFailed
+    from fedsim.types import FedsimError, RunFailed
+
+    # Asked first, since the two are FedsimErrors as well: work had begun when they were raised.
+    if isinstance(error, RunFailed | AttackFailed | OSError):
+        return 1
+    return 2 if isinstance(error, FedsimError) else None
+
+
+ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be repeated."),
+]
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")]
+RootCertificates = Annotated[
+    Path | None,
+    typer.Option("--root-certificates", help="Of who vouches for the SuperLink; none: no TLS."),
+]
+SharedSeed = Annotated[
+    bool,
+    typer.Option(
+        "--shared-seed",
+        help="Draw batches and noise from the scenario's seed, for the same bytes as on other "
+        "engines; such noise protects nobody.",
+    ),
+]
