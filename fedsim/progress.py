@@ -25,10 +25,7 @@ class Display:
     """Shows what the pipeline reports while it works; this one shows nothing."""
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
-        """Begins a stage called `title` of `total` steps.
-
-        `done` of them were finished before, by a run that is resumed.
-        """
+        """Begins a stage of `total` steps, `done` of which a resumed run had finished."""
 
     def advance(self, detail: str) -> None:
         """Reports that a step of the current stage has finished; `detail` is shown beside it."""
@@ -41,11 +38,7 @@ class Display:
 
 
 class Live(Display):
-    """Shows bars on a terminal, and plain lines elsewhere.
-
-    Lines tell of stages, notes and, every 30 seconds at most, of the share done. Bars are drawn
-    within its `with` block alone. `console` is rich's, to which all is written.
-    """
+    """Shows bars on a terminal within its `with` block, and plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -135,11 +128,10 @@ def display(quiet: bool) -> Iterator[Display]:
 
 @contextmanager
 def report_work(title: str, of: str = "a curve") -> Iterator[None]:
-    """Prints an accountant's or a forecast's progress on standard error, after a second.
+    """Prints the progress of work in its `with` block on standard error, after a second.
 
-    The work is what is done within the `with` block, by functions that report it
-    (`numerics.work`). A line says which share of the work is done: `title: 40% of a curve`; `of`
-    names the work.
+    The work is reported by `numerics.work`. A line says which share is done: `title: 40% of a
+    curve`; `of` names the work.
     """
     from fedsim.privacy.numerics import work
 

@@ -59,10 +59,9 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def format_epsilon(epsilon: float | None) -> str:
-    """Formats ε as `3.2` or `∞`, rounded up; a dash for None (not accounted).
+    """Formats ε as `3.2` or `∞`, rounded up to three digits; a dash for None (not accounted).
 
-    The text has up to three significant digits. A value that exceeds such a number by a millionth
-    of itself or less counts as that number.
+    A value that exceeds such a number by a millionth of itself or less counts as that number.
     """
     if epsilon is None:
         return "–"
@@ -75,16 +74,12 @@ def format_delta(delta: float) -> str:
 
 
 def format_bound(epsilon: float) -> str:
-    """Formats the lower bound that an audit found for ε, rounded down.
-
-    The text has up to three significant digits; `epsilon` is finite.
-    """
+    """Formats the finite lower bound that an audit found for ε, rounded down to three digits."""
     return _round_to(epsilon, 3, ROUND_FLOOR)
 
 
 _SEARCH_ERROR = Decimal("1e-6")
-"""Relative error of an ε that comes from the search for a noise scale. Rounding need not allow for
-it."""
+"""Relative error of an ε that comes from the search for a noise scale."""
 
 
 def _round_to(value: float, digits: int, rounding: str) -> str:
@@ -102,15 +97,8 @@ def format_claim(
 ) -> str:
     """Formats ε with its δ, unit and neighbours, as `3.2 (1e-05, example, replace one)`.
 
-    An infinite ε is `∞` alone, and None is a dash. A relation that only hides how far apart values
-    are, or which of several declared databases was used, is no differential privacy. The text then
-    says `no DP`.
-
-    Args:
-        epsilon: ε; inf if nothing is guaranteed, None if nothing was accounted.
-        delta: δ of that ε.
-        unit: Unit whose presence is hidden, such as `example`.
-        relation: Relation of neighbouring data sets, such as `replace_one`.
+    An infinite ε is `∞` alone, and None is a dash. A relation that is no differential privacy is
+    followed by `no DP`.
     """
     if epsilon is None or math.isinf(epsilon):
         return format_epsilon(epsilon)
@@ -126,10 +114,7 @@ NO_DIFFERENTIAL_PRIVACY = ("relative", "close")
 
 
 def describe_variant(variant: Mapping[str, Any]) -> str:
-    """Formats a variant as `training.mode=eval, …`; empty for a run outside of a sweep.
-
-    All keys are listed. Values are as `describe_value` formats them, with long floats rounded.
-    """
+    """Formats a variant as `training.mode=eval, …`; empty for a run outside of a sweep."""
     return ", ".join(f"{key}={describe_value(value)}" for key, value in variant.items())
 
 
@@ -138,10 +123,10 @@ _READABLE = 8
 
 
 def describe_value(value: object) -> str:
-    """Formats a parameter's value as JSON does, but text without quotes.
+    """Formats a parameter's value as JSON does, but text without quotes, and long floats rounded.
 
-    A float that takes more than 8 characters counts as computed, and is rounded to four significant
-    digits, so that the value cannot be read back. What JSON cannot hold is quoted text.
+    Floats of more than 8 characters have four significant digits, so that the value cannot be read
+    back.
     """
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return f"{value:.4g}" if isinstance(value, float) and len(text) > _READABLE else text

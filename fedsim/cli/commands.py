@@ -1,7 +1,5 @@
 """Defines the command line, each of whose commands calls the Python function of the same name.
 
-Arguments are explained in the command's text, as some versions of click lose their help.
-
 Exit status: 0 done, 1 the work failed, 2 the input was refused before any work, 130 interrupted.
 Everything heavy is imported inside the commands, so that `fedsim --help` answers at once.
 """
@@ -500,11 +498,7 @@ def _version(
 
 
 def make_printable() -> None:
-    """Changes `sys.stdout` and `sys.stderr`, so that printing any text does not end the process.
-
-    A character that the stream's encoding lacks is printed as its backslash escape. A stream that
-    is None, since the process was started without it, is replaced by one that drops all output.
-    """
+    """Changes the standard streams, so that printing does not end the process."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # A process may be started without the stream, and printing to None would end it.

@@ -188,10 +188,7 @@ def collect(
 
 
 def refuse_unfit(superlink: str, roots: Path | None) -> None:
-    """Ends the command with status 2 if a connection to `superlink` would not be allowed.
-
-    `roots` is the file of root certificates; None if there is none.
-    """
+    """Ends the command with status 2 if a connection to `superlink` would not be allowed."""
     if reason := addresses.unfit(superlink, has_roots=roots is not None):
         typer.secho(f"--superlink: {reason}", err=True, fg="red")
         raise typer.Exit(2)
@@ -200,8 +197,7 @@ def refuse_unfit(superlink: str, roots: Path | None) -> None:
 def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -> None:
     """Ends the command with status 2 if network options are given without a SuperLink.
 
-    Without a SuperLink the run would be made on this machine. `given` maps each option, as it is
-    typed (`--shared-seed`), to whether the user gave it.
+    `given` maps each option, as it is typed, to whether the user gave it.
     """
     lonely = [option for option, is_given in given.items() if is_given]
     if superlink is None and lonely:

@@ -1,8 +1,4 @@
-"""Defines `fedsim privacy`, the privacy calculator on the command line.
-
-Each command calls the function of the same name in `fedsim.privacy.calculator`, and `audit` that in
-`fedsim.audit.mechanisms`.
-"""
+"""Defines `fedsim privacy`, the privacy calculator on the command line."""
 
 from __future__ import annotations
 

@@ -43,11 +43,7 @@ def say_what_lacks(runs: Sequence[reading.StoredRun]) -> None:
 
 
 def outcome(runs: Sequence[reading.StoredRun]) -> str:
-    """Returns the leaderboard of `runs`, or what their defenses cost if no attack is scored.
-
-    Lines follow on defenses that declare no effect, and on rounds in which no update moved the
-    model. The text is for the terminal, as `leaderboard` says.
-    """
+    """Returns the leaderboard of `runs`, or what their defenses cost if no attack is scored."""
     from fedsim.report import (
         attacks_nothing,
         awaited,
@@ -66,10 +62,7 @@ def outcome(runs: Sequence[reading.StoredRun]) -> str:
 
 
 def leaderboard(runs: Sequence[reading.StoredRun], format: TableFormat) -> str:
-    """Returns the leaderboard of `runs` as text; a table stands below the verdicts.
-
-    A table is as wide as the terminal, and has ANSI codes if the standard output is one.
-    """
+    """Returns the leaderboard of `runs` as text; a table stands below the verdicts."""
     from shutil import get_terminal_size
 
     from fedsim.report import aggregate, awaited, render, unfinished
@@ -118,10 +111,7 @@ def _answers(judged: Sequence[Judgement], width: int) -> str:
 def exits() -> Iterator[None]:
     """Turns an error of its `with` block that a user can act on into a message and exit status.
 
-    The message goes to the standard error.
-
-    Raises:
-        typer.Exit: with status 2 for refused input, 1 for failed work, 130 for an interrupt.
+    The status is 2 for refused input, 1 for failed work, 130 for an interrupt.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """Reads the descriptions of plugins without the libraries that they compute with.
 
-Names, docstrings and fields need no torch, whose import takes seconds. So a child process reads
-them with stand-ins for such libraries, as Sphinx does by `autodoc_mock_imports`. Where a module
-asks more of a stand-in than it can give, this process reads with the libraries themselves.
+Names, docstrings and fields need no torch, whose import takes seconds: a child process reads them
+with stand-ins for such libraries. Where that fails, this process reads with the libraries
+themselves.
 """
 
 from __future__ import annotations
@@ -76,12 +76,9 @@ class _Finder(MetaPathFinder, Loader):
 def read_without_libraries(read: Callable[[], Any], *groups: str) -> Any:
     """Returns the value of `read`, computed in a process without libraries where that is possible.
 
-    The value then comes back through JSON, so that a tuple has become a list.
-
-    Args:
-        read: Function that returns a value that JSON can hold, and imports what it needs itself.
-        groups: Names of entry-point groups. If one of their plugins fails to load with stand-ins,
-            this process calls `read` with the libraries themselves.
+    `read` imports what it needs itself, and its value comes back through JSON. If a plugin of one
+    of the entry-point `groups` fails to load with stand-ins, this process calls `read` with the
+    libraries.
     """
     # What is imported already costs nothing more.
     if sys.modules.keys() & LIBRARIES:

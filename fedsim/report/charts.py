@@ -1,7 +1,4 @@
-"""Draws the charts of a comparison as SVG: leakage against accuracy, members, training.
-
-Text stays text, and colors are the page's own, light or dark.
-"""
+"""Draws the charts of a comparison as SVG, with text as text, and in the page's own colors."""
 
 from __future__ import annotations
 
@@ -37,23 +34,18 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One defense in a chart.
-
-    `shape` is how its points are drawn: as `dots`, joined by a `line`, or by `steps` that go across
-    first and then up.
-    """
+    """One defense in a chart, as `dots`, joined by a `line`, or by `steps` (across, then up)."""
 
     color: int
-    """Number of the color: 0 for the undefended stack, then 1, 2, and so on. Those beyond the last
-    color share one."""
+    """Number of the color: 0 for the undefended stack. Those beyond the last color share one."""
     points: Sequence[Point]
     """(x, y) of each point, in the units of the axes."""
     shape: Literal["dots", "line", "steps"] = "dots"
     label: str = ""
     """Text beside the last point."""
     bars: Sequence[tuple[Span | None, Span | None]] = ()
-    """(horizontal, vertical) interval of each point, each (low, high) on its axis; None where a
-    point has none. Empty if no point has any."""
+    """(horizontal, vertical) interval of each point, each (low, high); empty if no point has
+    any."""
     hollow: bool = False
     """Whether its dots are rings."""
     rings: Sequence[Point] = ()
@@ -70,13 +62,10 @@ class Axis:
     counts: bool = False
     """Whether the axis counts, so that ticks are whole numbers."""
     least: float = 0.0
-    """Least length of the axis, in its own unit, so that noise does not look like a difference."""
+    """Least length of the axis, so that noise does not look like a difference."""
 
     def range_of(self, values: Sequence[float]) -> Span:
-        """Returns (least, largest) of the axis: `ends` if given, else a bit beyond `values`.
-
-        Without `ends` there has to be a value.
-        """
+        """Returns (least, largest) of the axis: `ends` if given, else a bit beyond `values`."""
         # Ends that are given hold for every chart of the axis, so that these can be compared.
         return self.ends or _pad(values, self.least)
 
@@ -88,14 +77,9 @@ class Axis:
 def chart(
     series: Sequence[Series], *, across: Axis, up: Axis, description: str, diagonal: bool = False
 ) -> Markup:
-    """Returns a chart as SVG.
+    """Returns a chart as SVG; `description` is for those who cannot see it.
 
-    Args:
-        series: Marks to draw.
-        across: Horizontal axis.
-        up: Vertical axis.
-        description: Text for those who cannot see it.
-        diagonal: Whether a dashed line marks equal values; else it marks zero of the vertical axis.
+    With `diagonal` a dashed line marks equal values; else it marks zero of the vertical axis.
     """
     points = [point for one in series for point in (*one.points, *one.rings)]
     bars = [bar for one in series for bar in one.bars]
@@ -235,9 +219,7 @@ def draw_charts(
     colors: Mapping[str, int],
     confidence: float,
 ) -> list[ChartGroup]:
-    """Returns the charts of one comparison, those that have something to show.
-
-    They are in this order: leakage against accuracy, who took part, training.
+    """Returns the charts of one comparison that have something to show; raises for a damaged file.
 
     Args:
         rows: Leaderboard rows of the comparison.
@@ -245,9 +227,6 @@ def draw_charts(
         verdicts: Verdict on each defense.
         colors: Defense -> number of its color.
         confidence: Confidence of the intervals.
-
-    Raises:
-        FedsimError: a reconstruction is damaged.
     """
     figures = [
         _leakage(rows, verdicts, colors, confidence),
@@ -344,15 +323,9 @@ def _training(runs: Sequence[StoredRun], colors: Mapping[str, int]) -> ChartGrou
 def accused(
     lines: Sequence[LeaderboardRow], runs: Sequence[StoredRun], colors: Mapping[str, int]
 ) -> list[Series]:
-    """Returns a curve for each defense: the rates at which its best membership attack accuses.
+    """Returns a curve for each defense: (false, true) rates of its best membership attack.
 
-    A defense whose membership was never scored has none. Curves are sorted by color.
-    Points are (false, true) positive rates over all trials. A ring is the largest true positive
-    rate that the claim of the defense allows. `lines` are of one comparison, `runs` are those
-    that they are from, and `colors` maps each defense to the number of its color.
-
-    Raises:
-        FedsimError: a reconstruction is damaged.
+    A ring is the largest true positive rate that the claim of the defense allows.
     """
     best: dict[str, LeaderboardRow] = {}
     telling = [line for line in lines if "membership_auc" in line.gains]

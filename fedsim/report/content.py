@@ -1,8 +1,4 @@
-"""Gathers what runs show: one object, from which report, leaderboard, server and dossier are set.
-
-A comparison becomes a `ComparisonSection`: a matrix of attacks and defenses, an answer for each
-defense, and charts. Everything else belongs to the page as a whole.
-"""
+"""Gathers what runs show: one object, from which report, server and dossier are set."""
 
 from __future__ import annotations
 
@@ -129,7 +125,7 @@ class DefenseLine:
     """Number of the defense in its comparison, from 1."""
     verdict: Verdict
     cells: list[list[MatrixCell]]
-    """For each of `ComparisonSection.columns`, in order, its cells; empty where nothing was run."""
+    """Cells of each of `ComparisonSection.columns`, in order; empty where nothing was run."""
     color: int
     """Number of its color, as of `Series`."""
 
@@ -150,8 +146,7 @@ class ComparisonSection:
     """Holds one comparison: what may be ranked together.
 
     `lines` has a cell for each leaderboard row, in their order, and `columns` those of the matrix.
-    `threats` is of `fedsim.report.threat.threat_model`, and `warnings` of
-    `fedsim.report.messages.warnings`. `figures` are the charts.
+    `threats` is of `threat.threat_model`, and `warnings` of `messages.warnings`.
     """
 
     id: str
@@ -223,10 +218,7 @@ class Content:
 
     @cached_property
     def late(self) -> list[tuple[str, str]]:
-        """(mark, words) of each run that has not ended, or is not scored to its end.
-
-        While no attack is scored it is one pair alone, of `awaited`.
-        """
+        """(mark, words) of each run that has not ended, or is not scored to its end."""
         if self.awaited:
             return [(self.awaited.mark, self.awaited.reason)]
         pairs = [line.partition(": ") for line in facts.unfinished(self.runs)]
@@ -234,10 +226,7 @@ class Content:
 
     @cached_property
     def invalid(self) -> list[str]:
-        """Reasons why comparisons prove nothing, one for each such comparison that has ended.
-
-        It is empty if all of them may be believed, and also where none is to be judged yet.
-        """
+        """Reasons why comparisons that have ended prove nothing; empty where none is judged yet."""
         if self.unattacked or self.awaited or (self.late and not self.rows):
             return []
         return invalid_reasons(self.rows, unended=False)

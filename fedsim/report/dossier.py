@@ -1,8 +1,4 @@
-"""Sets the page's content for paper, for whoever judges a deployment without running it.
-
-Beside what the page shows stands what a judge asks for: numbered attackers, attacks that were not
-tried, criteria of the EDPB's Opinion 28/2024, and the hashes and commands that repeat each number.
-"""
+"""Sets the page's content for paper, for whoever judges a deployment without running it."""
 
 from __future__ import annotations
 
@@ -44,7 +40,7 @@ def write_dossier(
     """Writes `dossier.html` of a run, or of a sweep, and returns the paths, the page's first.
 
     `out` is the folder to write to, by default `folder`. With `pdf`, `dossier.pdf` is printed, too.
-    The same run gives the same page, byte for byte: times are those that the run recorded.
+    The same run gives the same page, byte for byte.
 
     Raises:
         FedsimError: `folder` holds no results, a file in it is damaged, or `pdf` is asked for and
@@ -66,10 +62,7 @@ def write_dossier(
 
 
 def dossier_of(runs: Sequence[StoredRun], root: Path) -> str:
-    """Returns the HTML dossier of `runs`, which were read below the folder `root`.
-
-    The page fetches nothing and has no script.
-    """
+    """Returns the HTML dossier of `runs`, which were read below the folder `root`."""
     content = Content(runs)
     rows, results = content.rows, content.results
 
@@ -146,10 +139,9 @@ SOURCE = (
 
 
 class Coverage(NamedTuple):
-    """Says whether a run has measured one of the attackers, and how that is known.
+    """Says whether a run has measured one of the attackers that `SOURCE` names A to H.
 
-    The attackers are those that Carletti et al. (`SOURCE`) name A to H. `has` says in words what
-    the attacker has, and `reason` why the extent is as it is.
+    `has` says in words what the attacker has, and `reason` why the extent is as it is.
     """
 
     letter: str
@@ -161,11 +153,7 @@ class Coverage(NamedTuple):
 
 
 def _letter_of(row: ResultRow) -> str:
-    """Returns the numbered attacker of `row`; empty for a closed-form release.
-
-    Every attacker here knows how clients train, and is granted the rest by the scenario. Other data
-    of the same kind may also be an attack's own (its parameter `public`, of a generator).
-    """
+    """Returns the numbered attacker of `row`; empty for a closed-form release."""
     if row.main.asked_singly:
         return ""
     if threat_model_of(row).malicious:
@@ -186,11 +174,7 @@ def coverage(rows: Sequence[ResultRow]) -> list[Coverage]:
 
 
 def _cover(stated: Mapping[str, str], rows: Sequence[ResultRow]) -> Coverage:
-    """Compares one attacker with those of `rows`.
-
-    `stated` names those who can do all that it can (`exceeded_by`), and says why a run does not
-    measure it (`unmeasured`).
-    """
+    """Compares one attacker with those of `rows`."""
     letter = stated["letter"]
     own = [row for row in rows if _letter_of(row) == letter]
     extent: Literal["measured", "within", "not measured"] = "not measured"
@@ -212,11 +196,7 @@ def _cover(stated: Mapping[str, str], rows: Sequence[ResultRow]) -> Coverage:
 
 
 def list_tried(rows: Sequence[ResultRow]) -> list[tuple[str, str, int, int]]:
-    """Returns (label, summary, trials with an answer, all trials) of each attack in `rows`.
-
-    Attacks are in the order of their first rows.
-    The summary is empty where the plugin is not installed here.
-    """
+    """Returns (label, summary, trials with an answer, all trials) of each attack in `rows`."""
     known = {plugin.name: plugin.summary for plugin in plugins.list_installed("fedsim.attacks")}
     trials: dict[str, list[ResultRow]] = {}
     for row in rows:
@@ -230,10 +210,7 @@ def list_tried(rows: Sequence[ResultRow]) -> list[tuple[str, str, int, int]]:
 def list_untried(
     rows: Sequence[ResultRow], runs: Sequence[StoredRun] = ()
 ) -> list[tuple[str, str, str]]:
-    """Returns (name, summary, reason) of each installed attack that has no row in `rows`.
-
-    The reason says why the attack was not tried; `runs` tell which attacks are still to come.
-    """
+    """Returns (name, summary, reason) of each installed attack that has no row in `rows`."""
     names = {row.attack.name for row in rows}
     due = {
         entry.get("name")
@@ -287,9 +264,8 @@ def criteria(content: Content) -> dict[str, str]:
     """Returns what was measured of the criteria of the EDPB's Opinion 28/2024: key -> text.
 
     The opinion (adopted on 17 December 2024) is about trained models: one is anonymous only if it
-    is insignificantly likely that personal data are extracted from it, directly or by queries. The
-    keys are `means`, `context`, `information`, `cost`, `design`, `membership`, `reconstruction` and
-    `trials`. Other criteria of the opinion, which no run measures, are missing.
+    is insignificantly likely that personal data are extracted from it, directly or by queries.
+    Criteria that no run measures are missing.
     """
     rows, runs = content.rows, content.runs
     tried = number_of(len(list_tried(content.results)), "attack")
@@ -352,10 +328,9 @@ _CHUNK = 1 << 20
 
 
 def list_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, str]]:
-    """Returns (title, shell command) for each run whose `scenario.yaml` is kept.
+    """Returns (title, shell command that repeats it) for each run whose `scenario.yaml` is kept.
 
-    The command repeats the run. Its paths start from the parent of `root`, the folder below which
-    the runs were read.
+    Paths start from the parent of `root`, the folder below which the runs were read.
     """
     commands: list[tuple[str, str]] = []
     here = root.resolve()
@@ -373,10 +348,9 @@ def list_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, str]
 
 
 def hashes(run: StoredRun) -> list[tuple[str, str]]:
-    """Returns (name, SHA-256) of a run's files, its recordings and its reconstructions.
+    """Returns (name, SHA-256) of a run's files, of all its recordings and all its reconstructions.
 
-    Recordings have one digest, and so have reconstructions. It is that of the lines that
-    `sha256sum` prints for the files, sorted by path.
+    The latter digests are of the lines that `sha256sum` prints for the files, sorted by path.
     """
     digests = [(name, _sha256(path)) for name in _FILES if (path := run.folder / name).is_file()]
     for part in ("observations", "reconstructions"):
@@ -393,10 +367,7 @@ def hashes(run: StoredRun) -> list[tuple[str, str]]:
 
 
 def check_command(name: str) -> str:
-    """Returns the shell command that prints the digest of a run's recordings.
-
-    `name` is the path of the run's folder, from where the command is run.
-    """
+    """Returns the shell command that prints the digest of the recordings of the run `name`."""
     return (
         f"cd {shlex.quote(name)} && find observations -name '*.json' -o -name '*.safetensors' | "
         "LC_ALL=C sort | xargs -d '\\n' sha256sum | sha256sum"

@@ -66,11 +66,7 @@ def _images(row: ResultRow, sizes: Sequence[int]) -> str:
 
 
 def client_failures(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns lines on what went wrong in the federations' rounds; empty if nothing did.
-
-    The lines of `standing_still` come first, then counts by defense and kind over all runs. Single
-    failures, as rounds state them, come last.
-    """
+    """Returns lines on what went wrong in the federations' rounds; empty if nothing did."""
     counts: Counter[tuple[str, str]] = Counter()
     details: dict[str, None] = {}
     for run in runs:
@@ -85,10 +81,7 @@ def client_failures(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def standing_still(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns a line for each run and stack with rounds in which no update moved the model.
-
-    Equal lines are one.
-    """
+    """Returns a line for each run and stack with rounds in which no update moved the model."""
     lines = []
     for run in runs:
         for stack in dict.fromkeys(row.defense for row in run.rounds):
@@ -227,10 +220,7 @@ def again(runs: Sequence[StoredRun]) -> Again:
 
 
 def made_with(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns what `record.json` says of the machine, versions and cost, as (name, value).
-
-    What it does not say is left out.
-    """
+    """Returns (name, value) of what `record.json` says of the machine, versions and cost."""
     environment = record.get("environment")
     packages = nested(environment, "packages") or {}
     facts = {
@@ -276,10 +266,7 @@ def _same(values: Iterable[object]) -> object | None:
 
 
 def runs_of(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """Returns those of `runs` that `rows`, of one comparison, are from or will have more from.
-
-    A run without a row yet is one of them if its scenario has the same name and settings.
-    """
+    """Returns those of `runs` that `rows`, of one comparison, are from or will have more from."""
     cells, scenario = {row.cell for row in rows}, rows[0].scenario
     own = [run for run in runs if any(row.cell in cells for row in run.rows)]
 
@@ -314,11 +301,9 @@ class UtilityRow:
     """
 
     variant: str
-    """The sweep's assignment without the seed, in words; empty for a run that is no part of a
-    sweep."""
+    """The sweep's assignment without the seed, in words; empty without a sweep."""
     defense: str
     runs: int
-    """Number of runs."""
     epsilon: float | None
     """The largest ε of the runs; inf if nothing is proven, None if it was not accounted."""
     delta: float | None
@@ -331,16 +316,15 @@ class UtilityRow:
     audited_epsilon: float | None
     """The largest lower bound of ε that an audit found; None without an audit."""
     sigma: float | None
-    """The largest σ of the rows σ I that a client appended to its data; None without such noise."""
+    """The largest σ of the rows σ I that a client appended to its data; None without any."""
     test_loss: Summary | None
     test_accuracy: Summary | None
     """Percentage of the test data that the model classifies correctly, in [0, 100]."""
     accuracy: Accuracy | None
-    """Mean test accuracy of the runs, with chance, the test set's size and an interval. None if
-    nothing was tested, or a run does not say what it was tested on."""
+    """Mean test accuracy, with chance, the test set's size and an interval, where the runs state
+    these."""
     problem: str | None
-    """Why the model cannot show what the defense costs; None if it can, and where no accuracy is
-    known."""
+    """Why the model cannot show what the defense costs; None if it can, or was not tested."""
 
 
 def attacks_nothing(runs: Sequence[StoredRun]) -> bool:
@@ -349,10 +333,7 @@ def attacks_nothing(runs: Sequence[StoredRun]) -> bool:
 
 
 def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
-    """Returns a row for each variant and defense, in the order of the runs and their rounds.
-
-    Runs that differ in their seed alone share a row.
-    """
+    """Returns a row for each variant and defense, of all seeds together."""
     cells: dict[tuple[str, str], list[RoundRow]] = {}
     audited: dict[tuple[str, str], list[float]] = {}
     closed: set[tuple[str, str]] = set()  # of learners that release in closed form

@@ -16,21 +16,14 @@ from fedsim.words import describe_value
 
 @cache
 def read_texts() -> dict[str, Any]:
-    """Returns every sentence that outputs print, by the sections of `texts.yaml`.
-
-    The result is kept for the next call, and must not be changed.
-    """
+    """Returns every sentence that outputs print, by the sections of `texts.yaml`; read alone."""
     text = paths.text(Path(__file__).with_name("texts.yaml"), paths.TEXT)
     sections: dict[str, Any] = yaml.safe_load(text)
     return sections
 
 
 def format_summary(summary: Summary | None, digits: int = 1) -> str:
-    """Formats `summary` as `18.2 [16.9, 19.4]`.
-
-    Numbers have `digits` digits after the point. Without an interval the text is the mean alone,
-    and for None a dash.
-    """
+    """Formats `summary` as `18.2 [16.9, 19.4]`, without an interval as the mean, None as a dash."""
     if summary is None:
         return "–"
     mean = format_number(summary.mean, digits)
@@ -55,10 +48,7 @@ def format_number(value: float | None, digits: int = 2) -> str:
 
 
 def format_signed(value: float, digits: int = 1) -> str:
-    """Formats `value` as `+1.2` or `−1.2`, with a real minus sign; zero is `+0.0`.
-
-    The number has `digits` digits after the point.
-    """
+    """Formats `value` as `+1.2` or `−1.2`, with a real minus sign; zero is `+0.0`."""
     # Adding zero turns -0.0 into 0.0.
     return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", "−")
 
@@ -71,7 +61,7 @@ def format_percent(value: float | None) -> str:
 def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
     """Formats an accuracy as `91% (83–96)`, with `!` if no better than chance.
 
-    `accuracy` has the interval. Without it the text is `share` (0 to 1) alone, or a dash for None.
+    Without an interval (`accuracy`) the text is `share` alone, or a dash for None.
     """
     if accuracy is None:
         return format_percent(share)
@@ -80,10 +70,9 @@ def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
 
 
 def describe_stack(stack: Sequence[dict[str, Any]]) -> str:
-    """Formats a stack as `clip(norm=1.0) → gaussian_noise(multiplier=1.1)`.
+    """Formats a stack as `clip(norm=1.0) → gaussian_noise(multiplier=1.1)`; empty for no defense.
 
-    The text is empty for no defense. Parameters that are None are left out, and the others are as
-    `describe_value` formats them, with long floats rounded.
+    Parameters that are None are left out, and the others are as `describe_value` formats them.
     """
     return " → ".join(_describe_member(member) for member in stack)
 

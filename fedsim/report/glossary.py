@@ -1,8 +1,4 @@
-"""The terms of the leaderboard and the report, each explained once: page, tips and site use them.
-
-A page that shows a figure explains it from here. Terms of metrics come with the metrics. Figures of
-a page do not break, and names that it shows turn no other words.
-"""
+"""The terms of the leaderboard and the report, each explained once."""
 
 from __future__ import annotations
 
@@ -83,7 +79,7 @@ def explain_terms(text: str, shown: Collection[str] | None = None) -> Markup:
     """Returns `text` as HTML, with figures kept whole and terms as buttons that explain them.
 
     A term is a button where it occurs first. `shown` are the keys of the terms that the page
-    explains, by default all; other terms stay words.
+    explains, by default all.
     """
     explained_keys: set[str] = set()
     text, parts, end = keep_figures_whole(text), [], 0
@@ -109,10 +105,7 @@ def remove_turns(page: str) -> str:
 
 
 def tip(key: str, text: str) -> Markup:
-    """Returns an HTML button with `text` that shows the glossary's term `key`.
-
-    `text` is escaped. The page needs the element `tip-{key}`, which holds the explanation.
-    """
+    """Returns an HTML button with `text` (escaped) that shows the page's element `tip-{key}`."""
     return Markup('<button type="button" class="tip" popovertarget="tip-{}">{}</button>').format(
         key, text
     )
@@ -154,11 +147,7 @@ def terms() -> Mapping[str, Term]:
 def terms_of(
     rows: Sequence[LeaderboardRow], *, invalid: bool = False, unscored: bool = False
 ) -> list[Term]:
-    """Returns the terms that a page about `rows` uses, in the order of the table.
-
-    `invalid` says whether a comparison has no answer, and `unscored` whether truths are still with
-    the clients.
-    """
+    """Returns the terms that a page about `rows` uses, in the order of the table."""
     used = {
         "audit": any(row.audited_epsilon is not None for row in rows),
         "server": any(row.server != "honest" for row in rows),

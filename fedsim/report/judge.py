@@ -1,8 +1,4 @@
-"""Judges what follows from the attacks of a comparison: enumerations and numbers, and no words.
-
-A judgement has a positive control and a verdict on each defense. Every output words it by the one
-table of `fedsim.report.messages`.
-"""
+"""Judges what follows from the attacks of a comparison; `fedsim.report.messages` words it."""
 
 from __future__ import annotations
 
@@ -49,11 +45,11 @@ LARGEST_DELTA = 1e-3
 
 LEAST_SKILL = 0.5
 """A model that reaches less than this share of what it learns without a defense, above chance, has
-updates that may hold little, and costs more than it is worth."""
+updates that may hold little."""
 
 LEAST_LEARNED = 0.1
 """A model has learned if the lower end of its accuracy's interval lies this share of the way from
-chance to certainty. Behind a defense of a model that has not, nothing is relied on."""
+chance to certainty."""
 
 _CERTIFIED, _COSINE = "feature_cosine", 0.999
 """A guess of this mean in this metric is as good as certified features, which then say nothing."""
@@ -90,40 +86,35 @@ class Failure:
     reason: str
     """A key of `LeaderboardRow.failures`."""
     count: int
-    """Number of trials that failed for this reason."""
     n: int
     """Number of all trials, failed or not, of the leaderboard rows in which it failed so."""
     defenses: tuple[str, ...]
-    """`LeaderboardRow.defense` of those rows, each once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
     """Says whether the attacks work on a comparison's undefended stack.
 
-    An attack that fails without a defense says nothing about defenses.
+    An attack that fails without a defense says nothing about defenses. `metric`, `value` and
+    `required` are None without an attack to judge.
     """
 
     comparison: Comparison
     subject: str
-    """The kind of leak that its rows attack: a name in `fedsim list targets`."""
+    """Part of the target that its rows attack."""
     status: ControlStatus
-    """`passed`, `failed`, `broken` (an attack crashed or refused, and no other worked), or `absent`
-    (without an undefended stack)."""
     best: LeaderboardRow | None = None
     """The undefended row that decides; None if none of them has what would."""
     metric: str | None = None
-    """Metric that decides: that of the main target, or of another that tells more. None without an
-    attack to judge."""
+    """Metric that decides: that of the main target, or of another that tells more."""
     value: float | None = None
-    """What the attack reached: its gain over guessing, if `metric` is the main target's; else the
-    mean of `metric`. None without an attack to judge."""
+    """What the attack reached: its gain over guessing by the main target's `metric`; else the mean
+    of it."""
     required: float | None = None
-    """What `value` has to reach for the control to pass; of an error, to fall to. None where
-    `metric` is."""
+    """What `value` has to reach for the control to pass; of an error, to fall to."""
     due: float | None = None
-    """The part of `value` that is due to the update, dB, where it falls short of `required` though
-    the whole gain does not; else None."""
+    """The part of `value` that is due to the update, dB, where that alone falls short of
+    `required`; else None."""
     is_blind: bool = False
     """Whether the attack reached enough, but as well with another update, and so does not pass."""
     batch_size: int | None = None
@@ -165,21 +156,21 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a defense leaves of the model, and what it takes, beside no defense."""
+    """What a defense leaves of the model, and what it takes, beside no defense; None: not known."""
 
     points: float | None = None
     """Test accuracy less that without a defense, in percentage points: negative if the defense
-    costs accuracy. None where there is nothing to compare."""
+    costs accuracy."""
     is_apart: bool = True
-    """Whether test sets of this size tell the two accuracies apart; True, too, where one of them is
-    not known."""
+    """Whether test sets of this size tell the two accuracies apart; True, too, where one is not
+    known."""
     is_measured: bool = True
-    """Whether the model without a defense learned something to compare with; True, too, where there
-    is no such model, or its accuracy is not known."""
+    """Whether the model without a defense learned something to compare with, for all that is
+    known."""
     seconds: float | None = None
-    """Mean seconds of a round behind the defense; None if no run states them."""
+    """Mean seconds of a round behind the defense."""
     usual_seconds: float | None = None
-    """Mean seconds of a round without a defense; None if it is not known."""
+    """Mean seconds of a round without a defense."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,11 +184,9 @@ class Verdict:
     stack: str
     undefended: bool
     level: Level
-    """How badly the defense leaks: that of `level_of`, `invalid` where the control did not pass, or
-    the part of another target that leaks, such as `labels`."""
+    """That of `level_of`, `invalid` where the control did not pass, or the part of another target
+    that leaks."""
     finding: Finding
-    """What the attacker gets: `recognizable`, `colors only`, `features`, the part of another
-    target, `some trials`, `undecided`, `nothing`, `failed`, `unknown` or `no answer`."""
     besides: tuple[Leaking, ...]
     """What leaks for certain besides the `finding`; empty where the finding is no leak."""
     strongest: LeaderboardRow
@@ -213,20 +202,18 @@ class Verdict:
     """Whether the interval of the gain excludes a leak."""
     leaking: Share | None
     """Share of trials that gained `Target.leaks` or more from their update, of the attack with the
-    largest share; None if none was measured."""
+    largest share."""
     times: Times | None
-    """In how many trials of one attack pictures are recognizable, where they are not on average;
-    else None."""
+    """In how many trials pictures are recognizable, where they are not on average; else None."""
     is_rare: bool
     """Whether a trial is too good for chance, though no interval makes a leak certain."""
     exposed_image: float | None
     """PSNR of the best image that leaks by itself, dB; None if none does."""
     features: Shown | None
-    """The attack with the least error of features, of those that tried pictures, too; None if none
-    of them certainly leaks features."""
+    """The attack with the least error of features, of those that tried pictures, too."""
     told: Mapping[Leaking, Shown]
     """Part of a target (`labels`, `membership`, ...) -> the attack that told it best, which need
-    not beat guessing. Parts that no attack tried, or that it was given, are missing."""
+    not beat guessing; parts that no attack tried, or that it was given, are missing."""
     certificates: Shown | None
     """The attack that knows of most answers that they are right; None if no attack says."""
     may_leak: tuple[Leaking, ...]
@@ -235,9 +222,7 @@ class Verdict:
     """Whether labels were recovered where nothing else has an answer: that needs no control."""
     costs: Costs
     reliance: Reliance
-    """Whether to rely on the defense: `rely`, `do not rely` or `not shown`."""
     reason: Statement
-    """Why the reliance is as it is."""
     cautions: tuple[Statement, ...]
     """What to know before the verdict is believed."""
     untried: tuple[Statement, ...]
@@ -261,13 +246,9 @@ class Judgement:
 
 
 def judge(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -> Judgement:
-    """Judges the rows of one comparison.
+    """Judges the rows of one comparison, at least one, by the runs that they are from.
 
-    Args:
-        rows: Rows of one comparison, at least one. If its control did not pass, no defense gets an
-            answer, except that labels which were recovered are stated.
-        runs: Runs that the rows are from, which say how long a round took and what audits found. If
-            one has not ended, or has rows that are not scored, no defense gets an answer.
+    If the control did not pass, or a run has not ended or is not scored, no defense gets an answer.
     """
     control = _control(rows)
     undefended = [row for row in rows if row.undefended]
@@ -293,10 +274,7 @@ def judge(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -> Jud
 
 
 def judgements(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -> list[Judgement]:
-    """Returns the judgement of each comparison among `rows`, in their order.
-
-    `runs` are the runs that the rows are from, see `judge`.
-    """
+    """Returns the judgement of each comparison among `rows` of `runs`, in their order."""
     return [judge(own, runs_of(own, runs)) for own in by_comparison(rows).values()]
 
 
@@ -311,21 +289,14 @@ _Measure = Callable[[LeaderboardRow], Summary | None]
 
 
 def count_compared(rows: Sequence[LeaderboardRow], measure: _Measure) -> int:
-    """Returns the number of attacks among which the best by `measure` is chosen; at least 1.
-
-    `measure` returns a row's summary, or None; rows without one, or without an answer, do not
-    count.
-    """
+    """Returns the number of attacks with a `measure`, of which the best is chosen; at least 1."""
     return max(1, sum(row.n_ok > 0 and measure(row) is not None for row in rows))
 
 
 def best_of_several(
     row: LeaderboardRow, rows: Sequence[LeaderboardRow], measure: _Measure
 ) -> Summary | None:
-    """Returns `measure(row)`, with an interval that allows for the choice of `row` among `rows`.
-
-    The result is None where `measure(row)` is.
-    """
+    """Returns `measure(row)`, its interval allowing for the choice of `row` among `rows`."""
     summary = measure(row)
     return summary and summary.best_of(count_compared(rows, measure))
 
@@ -333,7 +304,6 @@ def best_of_several(
 def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
     """Returns how badly `row` leaks pictures or features, judged by the lower end of intervals.
 
-    The levels are `leak`, `partial`, `features`, `undecided`, `unseen`, `unknown` and `failed`.
     `rows` are all rows that `row` was chosen among. A gain that prior knowledge alone explains is
     no leak. Labels and membership are judged by `leaks_told`.
     """
@@ -412,10 +382,7 @@ def _is_alike_on_average(row: LeaderboardRow) -> bool:
 
 
 def _shows_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
-    """Whether `row` leaks recognizable pictures, on average or in one of its trials.
-
-    A trial that no attack gains by chance shows what the attack can do, whatever the mean.
-    """
+    """Whether `row` leaks recognizable pictures, on average or in one of its trials."""
     level = level_of(row, rows)
     if row.exposed or (level in ("leak", "partial") and row.recognizable > 0):
         return True
@@ -425,7 +392,7 @@ def _shows_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool
 def targets_by_mean() -> dict[Leaking, Target]:
     """Returns `Target.part` -> target, of targets judged by their mean error, such as features.
 
-    Such a target leaks where the error is at most the share `Target.leaks` of the guess's error.
+    They leak where the error is at most the share `Target.leaks` of the guess's error.
     """
     found = ranking_targets().values()
     return {target.part: target for target in found if target.ranks_by == "mean"}
@@ -434,8 +401,7 @@ def targets_by_mean() -> dict[Leaking, Target]:
 def leaks_by_mean(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
     """Whether features were read off the update, or are known to be right by a certificate.
 
-    Features that the attacker was granted do not count. `what` is a key of `targets_by_mean`, and
-    `rows` are all rows that `row` was chosen among.
+    `what` is a key of `targets_by_mean`; `rows` are all rows that `row` was chosen among.
     """
     target = targets_by_mean()[what]
     name = target.ranking.name
@@ -465,21 +431,18 @@ def _is_certified(row: LeaderboardRow) -> bool:
 def told_targets() -> dict[Leaking, Target]:
     """Returns `Target.part` -> target, of targets whose values are told: labels, members.
 
-    Main targets and features are none of them. Such a target leaks from a gain of `Target.leaks`
-    over guessing and over another update. Without a control it leaks only where the guess is known
-    beforehand, as a coin is. Otherwise always answering one class may beat a guess from public
-    images.
+    They leak from a gain of `Target.leaks` over guessing and over another update. Without a control
+    they leak only where the guess is known beforehand, as a coin is: always answering one class may
+    beat a guess from public images.
     """
     found = [target for target in ranking_targets().values() if not target.payloads]
     return {target.part: target for target in found if target.ranks_by != "mean"}
 
 
 def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
-    """Whether labels, or members, were told from the update, not from knowledge or guessing.
+    """Whether labels, or members, were certainly told from the update, not known or guessed.
 
-    An interval or a certificate has to show it; where too little was measured, it is False.
-
-    `what` is a key of `told_targets`, and `rows` are all rows that `row` was chosen among.
+    `what` is a key of `told_targets`; `rows` are all rows that `row` was chosen among.
     """
     told = told_targets()[what]
     gain = best_of_several(row, rows, lambda r: r.above_guess(told.ranking.name))
@@ -518,10 +481,9 @@ def fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
 
 
 def may_tell(row: LeaderboardRow, what: Leaking) -> bool:
-    """Whether labels, or members, were told better than by guessing on average.
+    """Whether labels, or members, were told better than by guessing, by the mean gain alone.
 
-    The mean gain has to be `Target.leaks` or more, without regard to its interval. It is False
-    where nothing was measured, or `what` was granted. `what` is a key of `told_targets`.
+    `what` is a key of `told_targets`.
     """
     told = told_targets()[what]
     gain, over = row.above_guess(told.ranking.name), row.above_other(told.ranking.name)
@@ -533,11 +495,7 @@ def may_tell(row: LeaderboardRow, what: Leaking) -> bool:
 
 
 def leaks(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
-    """Whether `what` leaks for certain to the attack of `row`.
-
-    `what` is `pictures`, or a key of `targets_by_mean` or `told_targets`. `rows` are all rows that
-    `row` was chosen among.
-    """
+    """Whether `what` leaks for certain to the attack of `row`, chosen among `rows`."""
     if what == "pictures":
         return level_of(row, rows) in ("leak", "partial")
     judged = leaks_by_mean if what in targets_by_mean() else leaks_told
@@ -674,12 +632,7 @@ def _control_by(basis: Control, rows: Sequence[LeaderboardRow], target: Target) 
 
 
 def _strongest(rows: Sequence[LeaderboardRow]) -> LeaderboardRow:
-    """Returns the row that a defense is judged by.
-
-    It is the first in rank, unless that one shows no leak and another does: a rare exact picture
-    leaves a low mean, and features none. Where none leaks it is one that tried pictures or rows of
-    a whole update or a sum, if there is any: neither labels nor a mask's noise stand for those.
-    """
+    """Returns the row that a defense is judged by."""
     first = max(rows, key=lambda row: row.standing)
     if level_of(first, rows) not in ("undecided", "unseen", "unknown"):
         return first
@@ -703,17 +656,7 @@ def _verdict(
     trained: Collection[int],
     seconds: Mapping[str, float],
 ) -> Verdict:
-    """Judges one defense.
-
-    Args:
-        rows: of it.
-        undefended: rows without a defense.
-        control: the positive control.
-        is_late: whether a run has not ended, or is not scored to its end.
-        is_refuted: whether an audit refutes what its training claims.
-        trained: numbers of the rounds that were trained.
-        seconds: of a round, by defense.
-    """
+    """Judges one defense, which has `rows`; `seconds` are those of a round, by defense."""
     strongest = _strongest(rows)
     gain = best_of_several(
         strongest, rows, lambda r: r.own_gain if strongest.is_uninformed else r.gain
@@ -764,10 +707,7 @@ def _verdict(
 def _unanswerable(
     control: Control, row: LeaderboardRow, *, is_late: bool, is_weak: bool
 ) -> Statement | None:
-    """Returns why no defense gets an answer; None if this one does.
-
-    `is_weak` is whether what the control is judged by, members or such, leaks for certain.
-    """
+    """Returns why no defense gets an answer; None if this one does."""
     if is_late:
         return _state("not ended")
     if control.status == "broken":
@@ -856,10 +796,7 @@ def _is_seldom(rows: Sequence[LeaderboardRow], finding: Finding) -> bool:
 
 
 def _recognizable_times(rows: Sequence[LeaderboardRow]) -> Times:
-    """Counts trials with recognizable pictures, of the attack with most of them.
-
-    How many trials expose a picture by its gain alone is not counted: it is one at least.
-    """
+    """Counts trials with recognizable pictures, of the attack with most of them."""
     shown = [row for row in rows if _shows_pictures(row, rows)]
     best = max(shown, key=lambda row: row.recognizable / row.n)
     leaking = best.leaking.count if best.leaking else 0
@@ -941,10 +878,7 @@ def _state_failures(rows: Sequence[LeaderboardRow]) -> Statement | None:
 def _list_untried(
     rows: Sequence[LeaderboardRow], trained: Collection[int]
 ) -> tuple[Statement, ...]:
-    """Lists kinds of attack and attacker that occur in none of the rows of one defense.
-
-    `trained` are the rounds that were trained.
-    """
+    """Lists kinds of attack and attacker that occur in none of the rows of one defense."""
     measured = {name for row in rows for name, value in row.metrics.items() if value is not None}
     main = rows[0].main
     # Labels and members can be asked of any update, another target only where data have it.
@@ -991,16 +925,7 @@ def _doubts(
     undefended: Sequence[LeaderboardRow],
     is_refuted: bool,
 ) -> list[Statement]:
-    """Lists what speaks against relying on a defense, the weightiest first.
-
-    Only a guarantee that attacks do not contradict is relied on.
-
-    Args:
-        verdict: on the defense.
-        rows: of the defense.
-        undefended: rows of the same comparison without a defense.
-        is_refuted: whether an audit of a run found more than its training claims.
-    """
+    """Lists what speaks against relying on a defense, the weightiest first."""
     row = verdict.strongest
     doubts = (
         _state("attack works") if is_leak(verdict.finding) else None,
@@ -1085,14 +1010,7 @@ def attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
 def _is_told_apart(
     plain: LeaderboardRow, defended: LeaderboardRow, what: Leaking, compared: int
 ) -> bool:
-    """Whether an attack certainly does less behind a defense than it does without.
-
-    Args:
-        plain: the attack without a defense, where it works.
-        defended: the same attack behind it.
-        what: what it works on.
-        compared: number of attacks behind the defense, for which its intervals allow.
-    """
+    """Whether an attack that works certainly does less behind a defense than without it."""
     if what == "pictures" and plain.leaking and defended.leaking:
         counts = [(s.count, s.n - s.count) for s in (plain.leaking, defended.leaking)]
         if chance_of(*counts[0], *counts[1]) <= _CHANCE:
@@ -1174,10 +1092,7 @@ def _model_problem(
 
 
 def has_learned(accuracy: Accuracy) -> bool:
-    """Whether a model of this `accuracy` is clearly better than chance.
-
-    The lower end of its interval decides.
-    """
+    """Whether a model of this `accuracy` is clearly better than chance."""
     return accuracy.low >= accuracy.chance + LEAST_LEARNED * (1 - accuracy.chance)
 
 
@@ -1185,10 +1100,7 @@ def has_learned(accuracy: Accuracy) -> bool:
 
 
 def dump(judged: Judgement) -> dict[str, Any]:
-    """Returns a judgement as a mapping of values that JSON can hold, with names for rows.
-
-    Its keys are `comparison`, `control` and `verdicts`. Infinity is the text `inf`.
-    """
+    """Returns a judgement as values that JSON can hold: rows by their names, infinity as `inf`."""
     *where, threat, watcher = judged.comparison
     control: dict[str, Any] = _plain(judged.control)
     return {

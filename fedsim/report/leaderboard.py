@@ -1,7 +1,7 @@
 """The leaderboard: a projection of results rows, one line per attack on a defense.
 
-A failed trial counts as the zero-information guess of its own row, in every aggregate; no figure
-leaves it out. Gains are paired: each trial's score less the guess's score on the same images.
+A failed trial counts as the zero-information guess of its own row, in every aggregate. Gains are
+paired: each trial's score less the guess's score on the same images.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from fedsim.words import describe_variant
 def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
     """Returns each row's gain over its guess in the metric `name`; 0 for a row without an answer.
 
-    A gain is positive where the answer leaks more than the guess, also in a metric of errors.
-    The result is None if no row has a guess, or an answer has no guess beside it. It is None, too,
-    if a metric that needs no guess has no value, as membership has none where all took part.
+    It is positive where the answer leaks more, also of errors. None: no row has a guess, an answer
+    has none beside it, or a metric that needs no guess has no value, as membership has none where
+    all took part.
     """
     differences = []
     for row in rows:
@@ -55,9 +55,9 @@ def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
 def own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
     """Returns the part of each row's gain in metric `name` that its own update explains.
 
-    The part is the lesser of the gains over the guess and over another update. If no row has
-    another update, it is the whole gain. If only some rows have one, an answer without it has None.
-    The result is None where that of `gains` is.
+    It is the lesser of the gains over the guess and over another update, or the whole gain if no
+    row has another update. If only some have one, an answer without it has None. The result is None
+    where that of `gains` is.
     """
     gained = gains(rows, name)
     if gained is None:
@@ -74,8 +74,8 @@ def own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | Non
 def due_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
     """Returns the part of each row's gain that counts: its own, where a control can tell that.
 
-    `name` is the metric's. Another batch of the same client is no such control: where any row has
-    one, the whole gain of each row counts. The result is None where that of `gains` is.
+    Another batch of the same client is no such control: where any row has one, the whole gain
+    counts. The result is None where that of `gains` is.
     """
     if any(row.control and row.control.of == "batch" and row.other_update for row in rows):
         return None if (whole := gains(rows, name)) is None else [*whole]
@@ -85,11 +85,10 @@ def due_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | Non
 def image_gains(row: ResultRow) -> list[tuple[float, float]]:
     """Returns (PSNR, gain in dB) of each image of a trial that has an answer and a control.
 
-    The gain is the lesser of those over the image's own guess and over the same image as drawn from
-    another update; images that lack either are left out. Where rows do not say these per image, the
-    gain is the PSNR less the trial's mean guess and less 14 dB (`WITHIN`). Then the trial's mean
-    has to exceed guess and control, or the list is empty. It is empty without an answer, a guess or
-    a control, too.
+    The gain is the lesser of those over the image's own guess and over the same image drawn from
+    another update. Where rows do not say these per image, it is the PSNR less the trial's mean
+    guess and less `WITHIN`; then the trial's mean has to exceed guess and control, or the list is
+    empty.
     """
     values = (row.per_image or {}).get("psnr", [])
     guess, other = value_of(row.baseline, "psnr"), value_of(row.other_update, "psnr")
@@ -113,10 +112,7 @@ many dB less: guesses of one image exceed their own mean by that at most on the 
 
 
 def over_other(rows: Sequence[ResultRow], name: str) -> list[float | None]:
-    """Returns each row's gain over the same attack's answer to another update.
-
-    `name` is the metric's. A row without that control, such as a failed one, has None.
-    """
+    """Returns each row's gain over the same attack's answer to another update; None without one."""
     gain = METRICS[name].gain
     pairs = [(value_of(row.metrics, name), value_of(row.other_update, name)) for row in rows]
     return [None if own is None or other is None else gain(own, other) for own, other in pairs]
@@ -128,10 +124,7 @@ def value_of(metrics: Metrics | None, name: str) -> float | None:
 
 
 def images(rows: Sequence[ResultRow]) -> int | None:
-    """Returns how many different images, or rows of a table, were attacked.
-
-    The result is None if no row says. A recording that never arrived has no victims.
-    """
+    """Returns how many different images, or rows of a table, were attacked; None if no row says."""
     recorded = [row.victims for row in rows if row.victims is not None]
     if not recorded:
         return None
@@ -139,10 +132,10 @@ def images(rows: Sequence[ResultRow]) -> int | None:
 
 
 def units(rows: Sequence[ResultRow]) -> list[list[int]]:
-    """Groups the indices of `rows` so that no two groups have an image in common.
+    """Groups the indices of `rows` so that no two groups have an image in common, in order.
 
     Trials of one image are one measurement of it. Each release of a table is a group of its own,
-    since it tosses its own coins on which rows take part. Groups and indices ascend.
+    since it tosses its own coins on which rows take part.
     """
     groups: list[tuple[set[str], list[int]]] = []
     for index, row in enumerate(rows):
@@ -168,10 +161,7 @@ def leaderboard_rows(
 
 
 def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[LeaderboardRow]:
-    """Returns the leaderboard of `rows` that are already read, as `leaderboard_rows` does.
-
-    Intervals hold at this `confidence`.
-    """
+    """Returns the leaderboard of `rows` that are already read, as `leaderboard_rows` does."""
     groups: dict[str, list[ResultRow]] = {}
     for row in rows:
         groups.setdefault(row.cell, []).append(row)
@@ -192,21 +182,13 @@ def _membership_p(row: ResultRow) -> float | None:
 
 
 def _corrected_p(rows: Sequence[ResultRow], attempts: int) -> float | None:
-    """Returns the least p-value of the claim among `rows`, corrected for `attempts` on it.
-
-    They are all clients that all attacks tried on one defense. A claim is refuted if it is for any
-    of them, so that Bonferroni's correction is also Holm's.
-    """
+    """Returns the least p-value of the claim among `rows`, corrected for `attempts` on it."""
     found = [p for row in rows if (p := _membership_p(row)) is not None]
     return min(1.0, attempts * min(found)) if found else None
 
 
 def _sort_lines(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
-    """Sorts undefended rows first, then the leakiest defense first, and its strongest attack first.
-
-    Comparisons come in the order of their threat models, the honest server first, of these what the
-    server sees, and else they keep the order in which they were read.
-    """
+    """Sorts undefended rows first, then the leakiest defense, and its strongest attack first."""
     read = dict.fromkeys(line.comparison for line in lines)
     usual = sorted(read, key=lambda key: (key[-2], key[-1] != "server"))
     order = {key: i for i, key in enumerate(usual)}
@@ -243,10 +225,7 @@ def _mark_masked(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
 
 
 def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
-    """Marks the first line of each defense, if its attack works and is informed by the update.
-
-    Nothing is known of that while its run has not ended.
-    """
+    """Marks the first line of each defense, if its attack works and is informed by the update."""
     ranked: set[tuple[object, ...]] = set()
     marked = []
     for line in lines:
@@ -457,10 +436,7 @@ def _claimed(rows: Sequence[ResultRow]) -> dict[str, Any]:
 
 
 def _pooled_claim(rows: Sequence[ResultRow]) -> ClaimOf:
-    """Returns what holds of every row: the largest ε and δ, and the terms that all of them share.
-
-    Nothing is accounted unless it is of all rows.
-    """
+    """Returns what holds of every row: the largest ε and δ, and the terms that all share."""
     claims = [row.claimed for row in rows]
     if any(claim is None or claim.epsilon is None for claim in claims):
         return ClaimOf()
@@ -500,11 +476,7 @@ def _no_control(rows: list[ResultRow]) -> str | None:
 
 
 def _count_failures(rows: list[ResultRow], name: str) -> list[float] | None:
-    """Returns one value of the metric per row; a failed row counts as its zero-information guess.
-
-    None if the attack does not yield this metric, or if a failed row has no guess to count as: no
-    figure is better than one that leaves failures out.
-    """
+    """Returns one value of the metric per row; a failed row has that of its guess."""
     ok = [value_of(row.metrics, name) for row in rows if row.ok]
     if ok and None in ok:
         return None
@@ -524,10 +496,7 @@ def _list_guessed(rows: list[ResultRow], name: str) -> list[float]:
 
 
 def _worst(rows: list[ResultRow], name: str, values: list[float] | None) -> float | None:
-    """Returns the most that leaked, whatever was not measured of other trials; None if nothing was.
-
-    `values` are those of all trials, if each has one.
-    """
+    """Returns the most that leaked, of what was measured; None if nothing was."""
     ok = [row for row in rows if row.ok]
     if values is None:
         values = [v for row in ok if (v := value_of(row.metrics, name)) is not None]
@@ -541,8 +510,8 @@ def accuracy_of(
 ) -> Accuracy | None:
     """Returns the mean accuracy over runs, with its interval at this `confidence`.
 
-    The interval is that of the runs' test set, the smallest if they differ. The result is None if
-    nothing was tested, or a run does not say what it was tested on.
+    The interval is that of the smallest test set. The result is None if nothing was tested, or a
+    run does not say what it was tested on.
     """
     measured = [u for u in evaluated if u.test_accuracy is not None]
     sizes = [

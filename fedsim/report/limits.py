@@ -1,7 +1,6 @@
 """Whether runs keep to limits, and whether one leaks more than another: for a check before a merge.
 
-What was not measured keeps to no limit: a table that is INVALID, a run that is unfinished or waits
-for its truth, and a defense of which nothing is proven are all reported.
+What was not measured keeps to no limit.
 """
 
 from __future__ import annotations
@@ -43,16 +42,15 @@ def broken_limits(
 ) -> list[str]:
     """Returns a line for each limit that a defense of these runs does not keep to.
 
-    What was not measured has a line as well. The result is empty if every limit is kept to.
+    What was not measured has a line as well.
 
     Args:
         folders: Folders of runs, or that hold folders of runs.
         max_psnr: Largest PSNR, dB, that the best image of any attack may have.
         max_gain: Largest mean gain, dB, of any attack over guessing and over another update. The
             upper end of the interval counts, or the best trial where there is none.
-        max_epsilon: Largest ε of all releases of a run. A claim keeps to no limit if it is no
-            differential privacy, or has a δ above 0.001. Nor does one that an audit or a
-            membership attack refutes.
+        max_epsilon: Largest ε of all releases of a run. A claim that is no differential privacy,
+            has a δ above 0.001 or is refuted keeps to no limit.
         defenses: Names of the defenses that count; by default all but the undefended.
 
     Raises:
@@ -107,16 +105,11 @@ def broken_limits(
 def grown(before: Path | str, after: Path | str) -> list[str]:
     """Returns a line for each thing that leaks more in `after`, or was measured otherwise.
 
-    The result is empty if nothing leaks more, and all was measured as before.
-
-    Both are folders of a run, or of a sweep. A mean leaks more if it lies beyond the earlier
-    interval, or beyond the best trial without one. It does so, too, if it grows by as much as
-    counts as a leak.
-
-    More leaks if a trial or an image certainly leaks and none did before, if there are more
-    certificates, or if a leak is new. So it does with a larger ε or δ, or an ε of
-    another unit or other neighbours. Other data, settings or attack parameters under one name are
-    lines as well, and so is what is not measured any more.
+    Both are folders of a run, or of a sweep. A mean leaks more beyond the earlier interval (without
+    one, the best trial), or if it grows by as much as counts as a leak. More leaks, too, with a new
+    leak of a trial or an image, more certificates, a larger ε or δ, or an ε of another unit or
+    other neighbours. Other data, settings or parameters under one name, and what is not measured
+    any more, are lines as well.
 
     Raises:
         ReportError: a folder holds no results, or they have no attack on a defense in common.
@@ -291,8 +284,7 @@ def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
 
 
 _MARGIN = 0.1
-"""A mean leaks more if it grew by as much, however wide the earlier interval: where no target says
-otherwise."""
+"""A mean leaks more if it grew by as much, where no target says otherwise."""
 
 
 def _margin_of(name: str) -> float:
@@ -345,10 +337,7 @@ def _weaker_claims(
 
 
 def _weaker(name: str, earlier: Sequence[_Claim], later: Sequence[_Claim]) -> list[str]:
-    """Returns a line if ε or δ is larger than before, and for each term that is another.
-
-    Where a term was not stated, none is another.
-    """
+    """Returns a line if ε or δ is larger than before, and for each stated term that is another."""
     was, now = max(map(_epsilon, earlier)), max(map(_epsilon, later), default=math.inf)
     lines = [f"{name}: ε {now:.4g}, before {was:.4g}"] if now > was * (1 + 1e-9) else []
     if math.isinf(max(was, now)):
@@ -421,11 +410,7 @@ def _leaks(row: LeaderboardRow, max_psnr: float | None, max_gain: float | None) 
 
 
 def _list_untried(members: Sequence[LeaderboardRow], rows: Sequence[LeaderboardRow]) -> list[str]:
-    """Returns a line for each attack that works undefended and was not measured on a defense.
-
-    It was left out, or most of its trials failed. Defenses without any measured attack have a line
-    already.
-    """
+    """Returns a line for each attack that works undefended and was not measured on a defense."""
     if not any(row.n_ok and row.gain for row in members):
         return []
     bare = [row for row in rows if row.comparison == members[0].comparison and row.undefended]
@@ -476,11 +461,7 @@ def _stacks(run: StoredRun) -> dict[str, list[Any]]:
 
 
 def _refuted_by_attack(row: LeaderboardRow) -> list[str]:
-    """Returns a line for each membership score that lies above what the ε allows.
-
-    Its interval does, or each of several trials that scored the same. Of a claim with a p-value,
-    that alone counts: intervals are not corrected for the attempts on the claim.
-    """
+    """Returns a line for each membership score that lies above what the ε allows."""
     lines = []
     for name in ("membership_auc", "membership_tpr") if row.membership_p is None else ():
         found, most = row.metrics[name], row.limit(name)

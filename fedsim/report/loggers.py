@@ -1,7 +1,6 @@
 """Copies what a finished run measured into the store of a tool for experiments, on this machine.
 
-Nothing is sent anywhere: pictures of clients' data are among what is copied. A run's own folder
-stays the record: what a tool loses is lost to that tool alone.
+Nothing is sent anywhere: pictures of clients' data are among what is copied.
 """
 
 from __future__ import annotations
@@ -232,10 +231,7 @@ _BATCH, _PARAMS = 1000, 100
 
 
 def _allow(name: str) -> str:
-    """Replaces the characters that MLflow refuses in names, and parts that are no file's name.
-
-    A plus sign becomes a space, which no stack's or attack's name has: different ones stay apart.
-    """
+    """Replaces the characters that MLflow refuses in names, and parts that are no file's name."""
     spaced = name.replace("+", " ")
     parts = [re.sub(r"[^\w.\- /:]", "_", part, flags=re.ASCII) for part in spaced.split("/")]
     return "/".join(part if part.strip(". ") else "_" for part in parts)
@@ -270,10 +266,7 @@ def chosen(names: Sequence[str]) -> list[Store]:
 
 
 def log_run(folder: Path | str, stores: Sequence[Store]) -> list[str]:
-    """Copies a finished run, or all variants of a sweep, to `stores`.
-
-    The result has a line for each tool that failed, with the reason, and is empty if all copies
-    are complete. The run itself stays whole.
+    """Copies a finished run, or a sweep, to `stores`; returns a line for each that failed.
 
     Raises:
         ReportError: `folder` holds no results, or a file in it is damaged.

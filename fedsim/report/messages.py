@@ -1,7 +1,4 @@
-"""Words judgements, by tables of messages: what terminal, page, dossier and JSON print.
-
-A message names its values, with how each is written: `{gain:signed}`, `{failed:count attack run}`.
-"""
+"""Words judgements, by tables of messages: what terminal, page, dossier and JSON print."""
 
 from __future__ import annotations
 
@@ -86,9 +83,8 @@ _FORMATTER = _Messages()
 def fill(message: str, **values: Any) -> str:
     """Returns `message` with each `{name}` replaced by the value of that name.
 
-    A field may name a format: `percent` (of a share from 0 to 1), `signed`, `epsilon`, `delta`,
-    `other`, `failures`, `terms` or `rounds`. `{n:count image}` words a number of images,
-    and `{x:number 2}` shows two decimals.
+    A field may name a format: a key of `_FORMATS`, `{n:count image}` or, of two decimals,
+    `{x:number 2}`.
     """
     return _FORMATTER.vformat(message, (), values)
 
@@ -146,11 +142,7 @@ def brief(verdict: Verdict) -> str:
 
 
 def grounds(verdict: Verdict) -> list[tuple[str, str]]:
-    """Returns (name, words) of each line below `brief`: evidence, knowledge, costs, promise.
-
-    Names are `Shown by`, `It knows`, `It costs` and `It promises`. Lines without words are left
-    out, and where the verdict is no answer, costs and promise are, too.
-    """
+    """Returns (name, words) of each line below `brief`: evidence, knowledge, costs, promise."""
     # A certificate needs no control: the attacker has it before anybody scores.
     knows = ("It knows", describe_certificates(verdict.certificates))
     if verdict.finding == "no answer":
@@ -243,10 +235,7 @@ def describe_untried(judged: Verdict | Judgement) -> list[str]:
 
 
 def describe_evidence(verdict: Verdict) -> str:
-    """Words the figures behind a finding: of pictures, or of what else leaks where they do not.
-
-    The text is empty where the finding is `failed` or `no answer`.
-    """
+    """Words the figures behind a finding; empty where it is `failed` or `no answer`."""
     row, finding, leaking = verdict.strongest, verdict.finding, verdict.leaking
     if finding == "unknown":
         return ", ".join(describe_told(verdict))
@@ -366,8 +355,8 @@ def describe_shown(shown: Shown) -> str:
 def describe_answer(shown: Shown) -> str:
     """Words what an attack's answers come to in shares of members or records; empty if nothing.
 
-    Ends are those of the mean over trials or, of too few trials, the mean ends of a trial's own.
-    The latter do not count that the threshold, too, is estimated from a trial's few non-members.
+    Ends are those of the mean over trials or, of too few trials, the mean ends of a trial's own,
+    whose threshold is taken as exact.
     """
     row = shown.row
     names = {metric.name for metric in ranking_targets()[shown.metric].metrics}
@@ -541,10 +530,7 @@ def describe_failure(failure: Failure) -> str:
 
 
 def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]:
-    """Returns comparison -> reason for each comparison from which nothing follows.
-
-    Its control did not pass, or its runs have not ended.
-    """
+    """Returns comparison -> reason for each comparison from which nothing follows."""
     return {
         control.comparison: describe_control(control) if control.ended else STATEMENTS["not ended"]
         for control in positive_controls(rows)
@@ -555,8 +541,8 @@ def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]
 def invalid_reasons(rows: Sequence[LeaderboardRow], *, unended: bool = True) -> list[str]:
     """Returns why comparisons among `rows` prove nothing; empty if every control passed.
 
-    Each comparison is judged by itself. `unended` says whether comparisons count whose runs have
-    not ended. Without rows the result has one line that says so.
+    `unended` says whether comparisons count whose runs have not ended. Without rows the result has
+    one line that says so.
     """
     if not rows:
         return ["no positive control: there are no results"]
@@ -570,11 +556,7 @@ def invalid_reasons(rows: Sequence[LeaderboardRow], *, unended: bool = True) -> 
 
 
 def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
-    """Returns a line for each problem that weakens the figures, with its remedy.
-
-    Problems are models that do not show what a defense costs, poor guesses, attacks that failed,
-    and attacks that were run on no other update.
-    """
+    """Returns a line for each problem that weakens the figures, with its remedy."""
     groups = by_comparison(rows)
     lines: dict[str, None] = {}
     for comparison, members in groups.items():

@@ -1,7 +1,7 @@
 """Writes the page of runs: one HTML file that opens anywhere, with nothing to fetch.
 
-Style, script and pictures stand in the file itself. Its content security policy lets no other
-script run. All content is there without the script, which sorts, filters and follows a live run.
+Its content security policy lets no script run but its own, which sorts, filters and follows a live
+run; all content is there without it.
 """
 
 from __future__ import annotations
@@ -68,12 +68,9 @@ def write_page(folders: Iterable[Path | str], path: Path | str) -> Path:
 
 
 def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
-    """Returns the page of `content`.
+    """Returns the page of `content`; a `live` page asks its server for newer figures.
 
-    Args:
-        content: What the page shows.
-        live: Whether the page asks the server that it came from for newer figures.
-        problem: Why newer figures cannot be read; empty if they can.
+    `problem` is why newer figures cannot be read; empty if they can.
     """
     script = _text("page.js")
     return render(
@@ -89,7 +86,7 @@ def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
 def render(template: str, content: Content, **context: object) -> str:
     """Returns the HTML that a template of this package makes of `content`, all values escaped.
 
-    `template` is the name of its file, and `context` has further values by name.
+    `context` has further values by name.
     """
     keys = [term.key for term in content.terms]
     page = _environment().get_template(template)
@@ -103,10 +100,7 @@ def render(template: str, content: Content, **context: object) -> str:
 
 
 def policy(script: str, live: bool = False) -> str:
-    """Returns the content security policy of a page whose only script has the text `script`.
-
-    A `live` page may also ask its server for news.
-    """
+    """Returns the content security policy of a page whose only script has the text `script`."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return "; ".join(
         [

@@ -76,8 +76,8 @@ def save_grid(path: Path, truth: Tensor, reconstruction: Tensor, factor: int | N
 def grid_of(truth: Tensor, reconstruction: Tensor, factor: int | None = None) -> Tensor:
     """Returns one (H', W', C) uint8 image with the truths above their reconstructions.
 
-    Both tensors are (N, H, W, C) uint8. The truths are one row, from left to right, with white gaps
-    between images. Each pixel becomes a square of side `factor`, by default `enlargement`.
+    Both tensors are (N, H, W, C) uint8. Each pixel becomes a square of side `factor`, by default
+    `enlargement`.
     """
     factor = factor or enlargement(*truth.shape[1:3])
     rows = []
@@ -89,11 +89,7 @@ def grid_of(truth: Tensor, reconstruction: Tensor, factor: int | None = None) ->
 
 
 def save_grids(folder: Path) -> int:
-    """Writes the PNG grid of every reconstructed image in a run's folder; returns their number.
-
-    Raises:
-        FedsimError: a reconstruction cannot be read.
-    """
+    """Writes the PNG grid of every reconstructed image in a run's folder; returns their number."""
     count = 0
     for path in files_of(folder, "reconstructions/*/*/*/*.safetensors"):
         tensors = read_tensors(path)
@@ -119,10 +115,7 @@ def reconstruction_file(folder: Path, row: ResultRow) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Holds a true image and what an attack made of it, each (H, W, C) of uint8.
-
-    `psnr` is that of the answer, in dB.
-    """
+    """Holds a true image and what an attack made of it, (H, W, C) uint8, and the PSNR in dB."""
 
     pixels: tuple[Tensor, Tensor]
     psnr: float
@@ -140,10 +133,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Plate:
-    """Shows one trial of an attack on a defense, an image of its batch beside what became of it.
-
-    `pairs` are from left to right; there are none if the pictures cannot be read.
-    """
+    """Shows one trial of an attack on a defense; without `pairs` if the pictures cannot be read."""
 
     pairs: list[Pair]
     hidden: int = 0
@@ -167,10 +157,9 @@ def plates_of(
 ) -> tuple[dict[str, Plate], int]:
     """Returns `LeaderboardRow.cell` -> plate, and the number of plates that have no room.
 
-    All rows of one comparison, batch size and round show the same image first, so that defenses
-    can be compared. It is the median image of the median trial of the first of these rows, which
-    is undefended where one is. A row that did not attack that image shows its own median trial. The
-    strongest attacks come first, until the page has 2^20 pixels (`PIXELS`).
+    All rows of one comparison, batch size and round show the same image first, so that defenses can
+    be compared: the median image of the median trial of their first row. A row that did not attack
+    that image shows its own median trial. The strongest attacks come first, up to `PIXELS`.
     """
     scored = scored_trials(runs)
     victims: dict[tuple[object, ...], str | None] = {}
@@ -233,11 +222,7 @@ def _median_victim(scored: Sequence[Trial]) -> str | None:
 
 
 def _plate(scored: Sequence[Trial], victim: str | None) -> Plate:
-    """Returns the plate of the trial that attacked `victim`, or of the median one.
-
-    Raises:
-        FedsimError: the reconstruction is damaged.
-    """
+    """Returns the plate of the trial that attacked `victim`, or of the median one."""
     with_victim = [entry for entry in scored if victim in (entry[0].victims or [])]
     row, path = _median(with_victim or scored)
     tensors = read_tensors(path)
@@ -316,10 +301,7 @@ class Recovery:
     psnr: float
 
     def is_of(self, victim: Recovery) -> bool:
-        """Whether both are of the same image in the same round.
-
-        Two known clients have to be the same, too.
-        """
+        """Whether both are of the same image in the same round, and of no two known clients."""
         other_client = min(self.client, victim.client) >= 0 and self.client != victim.client
         same_round = self.round == victim.round and not other_client
         return same_round and torch.equal(self.truth, victim.truth)
@@ -338,13 +320,10 @@ class ShownDefense:
 
 
 def save_overview(folder: Path) -> Path | None:
-    """Writes `overview.png` into the folder of a run or of a sweep.
+    """Writes `overview.png` of a run or a sweep; returns its path, or None without an image.
 
-    Victims are columns, and defenses are rows; a sweep has those of every variant. The pixels are
-    the scored ones. A defense that none of these images was attacked behind is left out.
-
-    Returns:
-        The picture's path; None if no attack recovered an image.
+    Victims are columns, and defenses of every variant are rows. A defense that none of these images
+    was attacked behind is left out.
 
     Raises:
         FedsimError: the folder holds no results, or a file in it is damaged.
@@ -368,12 +347,8 @@ def save_overview(folder: Path) -> Path | None:
 def choose_defenses(runs: Sequence[StoredRun]) -> list[ShownDefense]:
     """Returns the strongest attack on each defense, as the leaderboard ranks those with images.
 
-    The result is empty if no attack recovered an image.
-    All are of the smallest batch size, and of the first and the last attacked round. All have the
-    threat model and vantage of the first row, so that stacks can be compared.
-
-    Raises:
-        FedsimError: a reconstruction is damaged.
+    All are of the smallest batch size, of the first and the last attacked round, and of the threat
+    model and vantage of the first row, so that stacks can be compared.
     """
     trials = scored_trials(runs)
     rows = [row for row in aggregate(measurements(runs)) if trials.get(row.cell)]
@@ -401,10 +376,7 @@ def _read_pairs(path: Path) -> list[tuple[Tensor, Tensor, float]]:
 
 
 def choose_victims(recoveries: Sequence[Recovery]) -> list[Recovery]:
-    """Returns the images of each round, by round; of more than three in a round only three.
-
-    These are the worst, the median and the best by PSNR, in this order.
-    """
+    """Returns the images of each round; of more than three the worst, the median and the best."""
     victims = []
     for round in sorted({each.round for each in recoveries}):
         own = [each for each in recoveries if each.round == round]

@@ -106,10 +106,7 @@ _COLUMNS = (
 
 
 def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
-    """Returns the leaderboard as text, a table per comparison, then what columns mean.
-
-    Lines have at most `width` characters; `color` adds ANSI codes.
-    """
+    """Returns the leaderboard as text of `width` characters, a table per comparison."""
     from rich.console import Console
     from rich.text import Text
 

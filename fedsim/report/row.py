@@ -53,11 +53,8 @@ class Certificates:
     """What an attack said that it knows of its answers, in images of all its trials."""
 
     images: int
-    """Number of images that it answered with."""
     determined: int | None
-    """Number of images that it calls determined; None if it says nothing of that."""
     certified: int | None
-    """Number of images that it certifies; None if it certifies nothing."""
     false: int | None
     """Certified images that are not right, by the truth; None if that was not compared."""
 
@@ -66,13 +63,10 @@ class Certificates:
 class LeaderboardRow:
     """One attack on one defense, over all its trials.
 
-    `defense` is the name of a stack, and `stack` its text (`describe_stack`). `attack` is the
-    scenario's label of the attack. `variant` is the sweep's assignment in words; empty without one.
-    `undefended` says whether the stack is empty.
-
-    Losses, accuracy and `seconds` are means over the trials' rows; None where no row states them.
-    Of all trials' claims, the row has the largest ε and δ, and the terms that all share. Those
-    terms are None where trials differ in them, where ε is inf, and where it was not accounted.
+    `defense` is the name of a stack, `stack` its text (`describe_stack`), and `undefended` says
+    whether it is empty. `variant` is the sweep's assignment in words; empty without one. Losses,
+    accuracy and `seconds` are means over the trials' rows. Of all trials' claims, the row has the
+    largest ε and δ, and the terms that all share; else these are None. What no row states is None.
     """
 
     cell: str
@@ -96,22 +90,18 @@ class LeaderboardRow:
     batch_size: int
     round: int
     n: int
-    """Number of trials."""
     n_ok: int
     """Number of trials with an answer that was scored."""
     images: int | None
-    """Number of different images, or rows of a table, that were attacked; None if the rows do not
-    say."""
+    """Number of different images, or rows of a table, that were attacked."""
     independent: int
-    """Number of independent trials: those that share an image count once. Every summary and
-    interval is over these."""
+    """Number of trials that share no image; every summary and interval is over these."""
     failures: dict[str, int]
     """Reason -> number of trials that failed for it."""
     metrics: dict[str, Summary | None]
     """Metric -> its summary over the trials; None where it was not measured."""
     worst: dict[str, float | None]
-    """Metric -> its value in the trial, or for the image, that leaked most; None without any. So it
-    is the least value where a smaller one leaks more."""
+    """Metric -> its value in the trial, or for the image, that leaked most."""
     baseline: dict[str, float | None]
     """Metric -> its mean for the zero-information guess; None where the guess has none."""
     gains: Mapping[str, Summary]
@@ -121,44 +111,38 @@ class LeaderboardRow:
     trials with a control, if any has one."""
     others: Mapping[str, Summary]
     """Metric -> its summary for the same attack's answers to another update, against the truths of
-    this one; missing without a control."""
+    this one."""
     over_others: Mapping[str, Summary]
     """Metric -> how much more leaks of the own update than of another."""
     leaking: Share | None
-    """Share of trials whose gain that is `due` is `Target.leaks` or more; None if none was
-    measured."""
+    """Share of trials whose gain that is `due` is `Target.leaks` or more."""
     no_control: str | None
     """Why the attack was not run on another update; None if it was, or if every trial failed."""
     control: ControlKind | None = None
-    """What the other update is of; of trials that differ the weakest. None without any, and where
-    rows do not say."""
+    """What the other update is of; of trials that differ the weakest."""
     uncontrolled: int = 0
     """Number of trials with an answer and no control, where others have one."""
     exposed_image: float | None = None
-    """PSNR of the best image that is a leak by itself, dB; None if none is."""
+    """PSNR of the best image that is a leak by itself, dB."""
     may_expose: bool = False
-    """Whether a trial, or an image of one, is so good that chance does not explain it away, though
-    it makes nothing certain."""
+    """Whether a trial, or an image, is so good that chance does not explain it, though nothing is
+    certain."""
     ignores_update: bool = False
     """Whether the attack never looks at the update."""
     unaware: bool = False
     """Whether the attack was not told of the defenses (`blind: true` of a scenario)."""
     guess_public: int | None
-    """Number of public images that the guess was learned from; None if it learned from none, or the
-    rows do not say."""
+    """Number of public images that the guess was learned from; None if from none."""
     guess_public_per_image: float | None
-    """Number of public images for each image of the guess, the least of the trials; None where
-    `guess_public` is."""
+    """Number of public images for each image of the guess, the least of the trials."""
     train_loss: float | None
     test_loss: float | None
     test_accuracy: float | None
     """Share of the test data that the final model classifies correctly, in [0, 1]."""
     accuracy: Accuracy | None
-    """Test accuracy with chance, the test set's size and an interval; None if the runs do not
-    say."""
+    """Test accuracy with chance, the test set's size and an interval."""
     diverged: int
-    """Number of trials on recordings whose local training diverges; those whose recording does not
-    tell are not counted."""
+    """Number of trials on recordings whose local training is known to diverge."""
     epsilon: float | None
     """ε of all releases of the run. inf: nothing is guaranteed. None: it was not accounted."""
     delta: float | None
@@ -168,7 +152,7 @@ class LeaderboardRow:
     privacy_reason: str | None
     """Why ε is inf; None if it is not."""
     privacy_covers: str | None
-    """The releases that the claim with the largest ε covers, in words; None without a claim."""
+    """The releases that the claim with the largest ε covers, in words."""
     audited_epsilon: float | None
     """The largest lower bound of ε that an audit found; None without an audit."""
     tensor_rate: float | None
@@ -178,28 +162,26 @@ class LeaderboardRow:
     tensor_bound_reason: str | None
     """Condition of its theorem that fails; None if all hold."""
     limits: Mapping[str, float]
-    """Metric -> the most of it that the privacy claim allows, the mean over trials; empty if it
-    bounds none."""
+    """Metric -> the most of it that the privacy claim allows, the mean over trials."""
     membership_p: float | None = None
     """Least p-value of the claim among the trials' shares of members told, times the number of
-    attempts on the claim (Bonferroni). None if it bounds none."""
+    attempts on the claim (Bonferroni)."""
     limit_prior: str | None
-    """Prior of the limits on images and features, in words; None without such limits."""
+    """Prior of the limits on images and features, in words."""
     limit_reason: str | None
     """Why theory limits no attack on these; None if it does."""
     seconds: float | None
     """Mean seconds of a trial."""
     certificates: Certificates | None = None
-    """What the attack said that it knows, summed over the trials; None if it said nothing."""
+    """What the attack said that it knows, summed over the trials."""
     claimed_epsilon: float | None = None
-    """ε that the defenses' own settings state, whatever is proven; None if they state none."""
+    """ε that the defenses' own settings state, whatever is proven."""
     networks: int = 1
     """Number of networks attacked, one of each run: its trials share weights and partition."""
     clients: int = 1
     """Number of clients attacked, over all networks."""
     near_copies: int = 0
-    """Number of attacked images, over all trials, of which a public one is a near copy; trials that
-    do not say count as none."""
+    """Number of attacked images, over all trials, of which a public one is a near copy."""
     recognizable: int = 0
     """Number of trials that leak, with pictures that are recognizable."""
     ended: bool = True
@@ -207,7 +189,7 @@ class LeaderboardRow:
     masked: bool = False
     """Whether the attacked update is a client's masked part of a secure sum."""
     strongest: bool = False
-    """Whether the attack worked, is not `is_uninformed`, and gains most on this defense of all such
+    """Whether the attack worked, is informed, and gains most on this defense of all such
     attacks."""
 
     @property
@@ -223,10 +205,7 @@ class LeaderboardRow:
 
     @property
     def sight(self) -> str:
-        """Name of what is seen: "masked" (a part of a secure sum), else the vantage.
-
-        The name is empty for a client's update as the server sees it, which is the usual case.
-        """
+        """Name of what is seen: "masked" (part of a secure sum), else the vantage; or empty."""
         if self.masked:
             return "masked"
         return "" if self.vantage == "server" else self.vantage
@@ -255,10 +234,7 @@ class LeaderboardRow:
 
     @property
     def target(self) -> Target:
-        """Target by which the attack is ranked: the first one that it answered.
-
-        Without an answer, that is the target `main`.
-        """
+        """Target by which the attack is ranked: the first one that it answered, else `main`."""
         for name, target in ranking_targets().items():
             answered = self.metrics[name] if target.ranks_by == "mean" else self.gains.get(name)
             if answered:
@@ -279,17 +255,14 @@ class LeaderboardRow:
     def is_uninformed(self) -> bool:
         """Whether the attack does no better on this update than on another one.
 
-        Such an attack may read nothing off this update. The lower end of the interval of the metric
-        that ranks the attack decides. A trial that no attack gains by chance proves that the attack
-        reads the update. Without a control it is False, unless the attack `ignores_update`.
+        The lower end of the interval of the metric that ranks the attack decides. A trial that no
+        attack gains by chance proves that the attack reads the update. Without a control it is
+        False, unless the attack `ignores_update`.
         """
         return self.is_uninformed_by(self.ranked_by)
 
     def is_uninformed_by(self, name: str) -> bool:
-        """Whether the attack is uninformed by metric `name`, as of `is_uninformed`.
-
-        Another batch of the same client makes no attack uninformed: data of one client look alike.
-        """
+        """Whether the attack is uninformed by metric `name`, as of `is_uninformed`."""
         over = self.above_other(name)
         lost = over is not None and over.certain <= 0 and self.control != "batch"
         return self.ignores_update or (lost and not self.exposed)
@@ -300,43 +273,26 @@ class LeaderboardRow:
         return self.no_control is None and self.control != "batch"
 
     def above_other(self, name: str) -> Summary | None:
-        """Returns the gain in metric `name` over the same attack's answer to another update.
-
-        The result is None without that control, and for a metric that ranks no attack.
-        """
+        """Returns the gain over the attack's answer to another update, by a metric that ranks."""
         return self.over_others.get(name) if name in ranking_targets() else None
 
     def above_guess(self, name: str) -> Summary | None:
-        """Returns the gain in metric `name` over the guess, trial by trial.
-
-        The result is None where nothing was measured, for a metric that ranks no attack, and where
-        only means are compared.
-        """
+        """Returns the gain over the guess, trial by trial, by a metric that ranks not by means."""
         target = ranking_targets().get(name)
         return self.gains.get(name) if target and target.ranks_by != "mean" else None
 
     def limit(self, name: str) -> float | None:
-        """Returns the most of metric `name` that the privacy claim allows.
-
-        The result is None if the claim bounds nothing of it, or the metric was not measured.
-        """
+        """Returns the most of metric `name` that the privacy claim allows; None if not measured."""
         return self.limits.get(name) if self.metrics[name] else None
 
     @property
     def is_refuted_by_members(self) -> bool:
-        """Whether members told refute the privacy claim, which is wrong once in 20 at most.
-
-        One client is enough: a mean over clients would hide it. False also where the claim does not
-        bound membership.
-        """
+        """Whether members told refute the privacy claim, which is wrong once in 20 at most."""
         return self.membership_p is not None and self.membership_p <= REFUTING_LEVEL
 
     @property
     def exposed(self) -> bool:
-        """Whether one trial, or one image, certainly leaked, whatever the others did.
-
-        False also without a control (`no_control`), and if the attack ignores the update.
-        """
+        """Whether one trial, or one image, certainly leaked, whatever the others did."""
         if self.ignores_update or self.no_control:
             return False
         certain = (
@@ -348,10 +304,10 @@ class LeaderboardRow:
 
     @property
     def due(self) -> Summary | None:
-        """Gain that counts, in the metric that ranks `main`: PSNR in dB.
+        """Gain that counts, in the metric that ranks `main`: of pictures PSNR, in dB.
 
         Where a control can tell (`is_decided`), it is the lesser of the gains over the guess and
-        over another update. Else it is that over the guess. None where no trial measured it.
+        over another update. Else it is that over the guess.
         """
         return self.due_by(self.main.ranking.name)
 
@@ -365,10 +321,7 @@ class LeaderboardRow:
         return OTHERS.get(self.control, "another update")
 
     def guess_of(self, name: str) -> float:
-        """Returns the guess's mean of metric `name`, or else the value of an uninformed answer.
-
-        The result is never 0, so that shares of it stay finite.
-        """
+        """Returns the guess's mean of metric `name`, or else an uninformed answer's; above 0."""
         guess, metric = self.baseline[name], METRICS[name]
         guess = (metric.uninformed or 0.0) if guess is None else guess
         return max(guess, _ROUNDING)
@@ -392,10 +345,7 @@ class LeaderboardRow:
 
     @property
     def control_problem(self) -> str | None:
-        """Reason why nothing tells what the attack knew; None with a control, or without need.
-
-        Answers about all clients are compared with themselves, dealt anew.
-        """
+        """Reason why nothing tells what the attack knew; None with a control, or without need."""
         answered = [t for t in targets().values() if self.metrics[t.ranking.name]]
         if answered and all(target.of_all_clients for target in answered):
             return None
@@ -403,10 +353,7 @@ class LeaderboardRow:
 
     @property
     def learning_problem(self) -> str | None:
-        """Reason why the model cannot show what the defense costs.
-
-        None if it can, and where no accuracy is known.
-        """
+        """Reason why the model cannot show what the defense costs; None if none is known."""
         if self.accuracy is None:
             return None
         trains = "update" in self.main.payloads
@@ -414,19 +361,15 @@ class LeaderboardRow:
 
     @property
     def strength(self) -> tuple[float, ...]:
-        """Values that rank attacks, one for each metric that ranks; the first one decides.
-
-        For images the value is the gain in dB that is due to this update. For features it is the
-        share of their span that was recovered. For labels and members it is the gain over the
-        guess. What an attack does not answer has -inf.
-        """
+        """Values that rank attacks, one for each metric that ranks; the first one decides."""
         return tuple(self.strength_by(name) for name in ranking_targets())
 
     def strength_by(self, name: str) -> float:
-        """Returns the value that ranks the attack by metric `name`; -inf if it has none.
+        """Returns the value that ranks the attack by metric `name`, one of `ranking_targets`.
 
-        It is a gain, so that more is stronger also for errors. `name` is the ranking metric of a
-        target (`ranking_targets`); any other is a KeyError.
+        It is the gain that is due to this update for images, the share of their span that was
+        recovered for features, and the gain over the guess for labels and members; -inf without an
+        answer.
         """
         target = ranking_targets()[name]
         uninformed = target.ranking.uninformed
@@ -443,26 +386,17 @@ class LeaderboardRow:
 
     @property
     def gain(self) -> Summary | None:
-        """Gain of the main target over the zero-information guess: of pictures PSNR, in dB.
-
-        None where no trial measured it.
-        """
+        """Gain of the main target over the zero-information guess: of pictures PSNR, in dB."""
         return self.gains.get(self.main.ranking.name)
 
     @property
     def own_gain(self) -> Summary | None:
-        """Lesser of `gain` and `over_other`, trial by trial; without any control, `gain`.
-
-        None where no trial measured it.
-        """
+        """Lesser of `gain` and `over_other`, trial by trial; without any control, `gain`."""
         return self.own_gains.get(self.main.ranking.name)
 
     @property
     def over_other(self) -> Summary | None:
-        """Gain of the main target over the same attack's answer to another update.
-
-        None without a control.
-        """
+        """Gain of the main target over the same attack's answer to another update."""
         return self.over_others.get(self.main.ranking.name)
 
     @property
@@ -495,10 +429,7 @@ ABSENT = "–"
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Holds the figures of one metric of a row, as text; a dash where nothing was measured.
-
-    `guess` is the mean of the guess, and `worst` the value of the trial or image that leaked most.
-    """
+    """Holds the figures of one metric of a row, as text; a dash where nothing was measured."""
 
     metric: Metric
     value: str
@@ -536,11 +467,7 @@ def metrics_of(row: LeaderboardRow) -> list[Measured]:
 
 
 def measure_row(row: LeaderboardRow, name: str) -> Measured:
-    """Returns the figures of metric `name` of `row`.
-
-    Where every trial failed, only the guess has a figure, and the rest are dashes. Where the guess
-    has no value, the metric's value of an uninformed answer stands for it.
-    """
+    """Returns the figures of metric `name`; dashes, but for the guess, if all trials failed."""
     metric, over = METRICS[name], row.above_other(name)
     guess = row.baseline.get(name)
     guess = metric.uninformed if guess is None else guess
@@ -556,12 +483,7 @@ def measure_row(row: LeaderboardRow, name: str) -> Measured:
 
 
 def excess(row: LeaderboardRow, name: str) -> float | None:
-    """Returns the mean gain of metric `name` over the guess; None without a value or a guess.
-
-    Where the guess has no value, the metric's value of an uninformed answer stands for it.
-
-    It is positive where the attack's answer is better than the guess, also for errors.
-    """
+    """Returns the mean gain of metric `name` over the guess, or over an uninformed answer."""
     if paired := row.above_guess(name):
         return paired.mean
     metric, value, guess = METRICS[name], row.metrics.get(name), row.baseline.get(name)

@@ -1,7 +1,7 @@
-"""Serves the page of runs to browsers while they go on.
+"""Serves the page of runs to browsers while they go on, at one path alone.
 
-One path is answered, `/`; no part of a request names a file. Off the loopback interface a token is
-needed, which only the terminal shows.
+No part of a request names a file. Off the loopback interface a token is needed, which only the
+terminal shows.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ _LONGEST = 1000
 _COOKIE = "fedsim_page"
 
 _SILENCE = 10.0
-"""A browser whose request is not here after so many seconds, or that takes none of the answer for
-as long, is hung up on."""
+"""A browser that sends or takes nothing for so many seconds is hung up on."""
 
 _AT_ONCE = 32
 """So many requests are answered at once; further ones wait."""
@@ -57,11 +56,7 @@ class WatchedPage:
     """The page of some run folders, built again only if they changed; safe for several threads."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Reads nothing yet.
-
-        Args:
-            folders: of runs, or that hold folders of runs.
-        """
+        """Reads nothing yet; `folders` are of runs, or hold folders of runs."""
         self._folders = folders
         self._lock = threading.Lock()
         self._signature: tuple[tuple[str, int, int], ...] | None = None
@@ -69,7 +64,7 @@ class WatchedPage:
         self._body = b""
 
     def current(self) -> tuple[bytes, str]:
-        """Returns the page of the folders as they are now, and a tag that no other page has.
+        """Returns the page of the folders as they are, and a tag that no other page has.
 
         While the folders cannot be read, as before the first result, the page is the last one that
         could be made, and says why.
@@ -116,10 +111,10 @@ class PageServer(ThreadingHTTPServer):
         """Listens at once; `serve_forever` answers.
 
         Args:
-            folders: of runs, or that hold folders of runs; they may be empty yet.
-            host: name or address to listen on.
+            folders: Folders of runs, or that hold folders of runs; they may be empty yet.
+            host: Name or address to listen on.
             port: 0 for any free one.
-            token: that a request must have, as `/?token=...`; None only on the loopback interface.
+            token: What a request must have, as `/?token=...`; None only on the loopback interface.
 
         Raises:
             FedsimError: a folder is missing, or the host is open to others and there is no token.
@@ -173,7 +168,7 @@ def serve(
 
     Args:
         folders: Folders of runs, or that hold folders of runs.
-        host: Name or address to listen on; off the loopback interface a new token is made.
+        host: Name or address to listen on; off the loopback interface a token is needed.
         port: Port to listen on; 0 for any free one.
         demand_token: Whether a token is needed on the loopback interface, too.
         on_ready: Function that is called with the server once it listens.

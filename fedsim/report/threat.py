@@ -1,8 +1,4 @@
-"""Who attacks: what the server did, what an attacker was granted, and how that is worded.
-
-Rows of one threat model may be ranked, of two never. The honest server, to whom nothing is granted,
-is the default, and comes first.
-"""
+"""Who attacks: what the server did, what an attacker was granted, and how that is worded."""
 
 from __future__ import annotations
 
@@ -37,16 +33,15 @@ WATCHERS: Mapping[str, str] = {
 class ThreatModel:
     """What an attacker did and had. The default is the honest server, to whom nothing is granted.
 
-    They sort by how much they take: the honest server first, then one that has less or the public
-    statistics, then one to whom more is granted, and the malicious servers last.
+    They sort by how much they take: the honest server first, and the malicious servers last. Rows
+    of one threat model may be ranked, of two never.
     """
 
     altered: int = 0
-    """What the server has done to the model: 0 nothing (`honest`), 1 it planted weights
-    (`planted`), 2 it put a module in (`modified`)."""
+    """What the server did to the model: 0 nothing, 1 it `planted` weights, 2 it put a module in
+    (`modified`)."""
     beyond: tuple[str, ...] = ()
-    """What it had that no honest server has by itself, as `labels=known`, and what the attack
-    brought along."""
+    """What it had that no honest server has by itself, as `labels=known`, or brought along."""
     within: tuple[str, ...] = ()
     """What it had within that of an honest server, where it is other than the default."""
 
@@ -82,20 +77,15 @@ class ThreatModel:
 
 
 HONEST = ThreatModel()
-"""The default: it follows the protocol, nothing is planted, no module is put in, nothing is granted
-but what its own role shows it. Labels are inferred."""
+"""The default: it follows the protocol, and is granted nothing but what its own role shows it."""
 
 
 Comparison = tuple[str, str, str, str, ThreatModel, str]
-"""(scenario, variant, data source, model, threat model, who looks): rows of one may be ranked, of
-two never."""
+"""(scenario, variant, data source, model, threat model, who looks): what may be ranked together."""
 
 
 def threat_model_of(row: ResultRow) -> ThreatModel:
-    """Returns the threat model of a row, from all that the row says was granted.
-
-    A grant that this version does not know counts as beyond the honest server's.
-    """
+    """Returns the threat model of a row, from all that the row says was granted."""
     default = Grant().model_dump()
     within: list[str] = []
     beyond = list(row.knowledge.beyond_honest())
@@ -133,10 +123,7 @@ def _sort(entries: Iterable[str]) -> tuple[str, ...]:
 
 
 def unknown_grants(threat: ThreatModel) -> list[str]:
-    """Returns the entries of `threat.beyond` that no grant of this version has.
-
-    They are what an attack brought along, and grants of other versions.
-    """
+    """Returns the entries of `threat.beyond` that no grant of this version has."""
     known = Grant.model_fields
     return [entry for entry in threat.beyond if entry.partition("=")[0] not in known]
 
@@ -147,9 +134,7 @@ def unknown_grants(threat: ThreatModel) -> list[str]:
 def describe_attacker(threat: ThreatModel, vantage: str, *, masked: bool) -> str:
     """Names who attacks, with all that the threat model adds to what this attacker has.
 
-    `vantage` is `server`, `aggregate`, `client` or `eavesdropper`; any other is taken for `server`.
-    `masked` says whether a server sees a client's part of a secure sum. A server that altered the
-    model is called malicious.
+    `masked` says whether a server sees a client's part of a secure sum.
     """
     done = _DONE[threat.server]
     if vantage in ("client", "eavesdropper"):
@@ -165,8 +150,8 @@ def describe_attacker(threat: ThreatModel, vantage: str, *, masked: bool) -> str
 def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = ()) -> str:
     """Returns a comparison's name, as `quickstart (training.mode=eval), faces, convnet`.
 
-    Threat model and vantage follow unless they are the honest server's. The honest server is named,
-    too, if the comparison is shown `beside` one of another threat model.
+    Threat model and vantage follow unless they are the honest server's, which is named, too, if the
+    comparison is shown `beside` one of another threat model.
     """
     scenario, variant, dataset, model, threat, watcher = comparison
     done = f", {threat.server} by a malicious server" if threat.malicious else ""
@@ -181,11 +166,7 @@ def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = (
 
 
 def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
-    """Returns (verb, words) of what the attackers of `rows` see, know, are granted and refused.
-
-    The verbs are `Sees`, `Knows`, `Is granted` and `Never sees`, in this order. Without rows the
-    result is empty.
-    """
+    """Returns (verb, words) of what attackers see, know, are granted and never see."""
     if not rows:
         return []
     texts = read_texts()

@@ -1,12 +1,11 @@
 """Makes controls: the same attack's answer to another update, scored against this one's truth.
 
 If that is as good, the attack's pictures come from its prior and not from the update. The other
-update is of other images, by content, and of another client: data of one client look alike, and
-what is read off one of its batches fits the next. Where no other client is in the recording, the
-attack is run once more for each of its cells, on what a client with public images would have
-answered in the same round: the same weights, local training and defenses. Where none were
-attacked, the same client's next batch serves. Releases of a table share rows, as each of them
-tosses coins: each row is compared with what was made of a different one.
+update is of other images, by content, and of another client: what is read off one batch of a client
+fits its next. Where no other client is in the recording, the attack is run once more on what a
+client with public images would have answered in the same round. Where none were attacked, the same
+client's next batch serves. Releases of a table share rows: each row is compared with what was made
+of a different one.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ Cell = tuple[Any, ...]
 
 
 def folder_of(root: Path) -> Path:
-    """Returns the folder of a run's updates of public images, and of attacks' answers to them.
-
-    `root` is the run's folder.
-    """
+    """Returns the folder, in a run's `root`, of updates of public images and their answers."""
     return root / CONTROL
 
 
@@ -57,8 +53,7 @@ def _cells(rows: Sequence[Row]) -> list[list[Row]]:
 def made_of_public(members: Sequence[Row], root: Path) -> Path | None:
     """Returns the file of a cell's reconstruction of public images; None if there is none.
 
-    A cell is all rows of one stack, attack, vantage, batch size and round. `members` are these rows
-    and `root` is the run's folder.
+    `members` are all rows of one stack, attack, vantage, batch size and round.
     """
     for row in members:
         path = reconstruction_path(folder_of(root), row["attack"]["label"], row["observation"])
@@ -70,17 +65,10 @@ def made_of_public(members: Sequence[Row], root: Path) -> Path | None:
 def record_public(
     rows: Sequence[Row], root: Path, servers: Mapping[str, Server]
 ) -> list[tuple[str, Path]]:
-    """Records updates of public images for cells without another client's update.
+    """Records updates of public images for cells of `rows` without another client's update.
 
-    A cell that already has a reconstruction of public images is left out.
-
-    Args:
-        rows: Lines of the run's `results.jsonl`.
-        root: Folder of the run.
-        servers: Name of each defense stack -> its server.
-
-    Returns:
-        (attack label, the recording's JSON file) of each attack that is still to be made.
+    The result has (attack label, the recording's JSON file) of each attack that is still to be
+    made. `servers` are those of the defense stacks, by name.
     """
     asked = []
     for members in _cells(rows):
@@ -140,10 +128,10 @@ def _record(row: Row, root: Path, server: Server) -> bool:
 
 
 def add_controls(rows: Sequence[Row], root: Path) -> None:
-    """Writes into each row how the same attack's answer to *another* update scores on its truth.
+    """Sets each row's `control`: how the attack's answer to *another* update scores on its truth.
 
-    `rows` are lines of the run's `results.jsonl`, whose `control` is set in place; `root` is the
-    run's folder. The control says what the other update is of; without one it stays empty.
+    `rows` are lines of the `results.jsonl` of the run in `root`; without another update a control
+    stays empty.
     """
     for members in _cells(rows):
         public = made_of_public(members, root)
@@ -209,10 +197,7 @@ def _control_of_rows(row: Row, other: Row, root: Path) -> Row:
 
 
 def _other_targets(own: Sequence[str], other: Sequence[str]) -> list[int] | None:
-    """Pairs each of `own` with one of `other` that is not the same; None if one has no such.
-
-    Both are digests of rows. Those of `other` serve in turn, over again where there are fewer.
-    """
+    """Pairs each of `own` with one of `other` that is not the same; None if one has no such."""
     found = []
     for place, victim in enumerate(own):
         # Releases share rows, so that the row at the same place may be this very one: then the

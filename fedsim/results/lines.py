@@ -54,11 +54,10 @@ def _numbers(value: object) -> Iterator[float]:
 
 
 class Metrics(RowPart):
-    """Scores of one reconstruction, by the names of the table of metrics.
+    """Scores of one reconstruction: `metrics[name]` is the value of a metric.
 
-    Of an object `metrics` of this class, `metrics[name]` is the value of a metric. It is None if
-    the metric does not apply, was not scored, or has another name. In JSON the names are keys of
-    the part itself.
+    It is None if the metric does not apply, was not scored, or has another name. In JSON the names
+    are keys of the part itself.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -95,13 +94,11 @@ class AttackOf(RowPart):
     label: str
     restarts: int = 1
     blind: bool = False
-    """Whether the attack was told of no defense, and took the update for an undefended one. False
-    also where the row does not say."""
+    """Whether the attack was told of no defense, and took the update for an undefended one."""
     parameters: dict[str, Any] = {}
     brought: tuple[str, ...] = ()
     """Knowledge of the attack that no grant names, as `public=photos`."""
     ignores_update: bool = False
-    """Whether the attack never looks at the update. False also where the row does not say."""
 
 
 class ModelOf(RowPart):
@@ -119,35 +116,28 @@ class KnowledgeOf(Grant):
 
 
 class BaselineOf(Metrics):
-    """Scores of the zero-information guess, and what it was learned from.
-
-    `name` is that of the guess; None where nothing was guessed, and in rows that do not say.
-    """
+    """Scores of the zero-information guess called `name`, and what it was learned from."""
 
     name: str | None = None
     public: int | None = None
-    """Number of public images; None for a guess that uses none, and if the row does not say."""
+    """Number of public images; None for a guess that uses none."""
     public_per_image: float | None = None
     """Number of public images for each image of the guess; None where `public` is."""
     near_copies: int | None = None
-    """Number of attacked images of which a public one is a near copy; None where `public` is."""
+    """Number of attacked images of which a public one is a near copy."""
     per_image: PerImage = {}
 
 
 ControlKind = Literal["client", "public", "batch", "release"]
-"""Sources of a control's update: another client, public images, another batch of the same
-client, or another release of a table."""
+"""Sources of a control's update; `batch` is another one of the same client."""
 
 
 class ControlOf(RowPart):
     """Holds scores of the same attack's answer to another update, against this row's truth."""
 
     other_update: Metrics | None = None
-    """Scores of the answer to the other update; None without a control."""
     of: ControlKind | None = None
-    """Source of the other update; None without a control, and in rows that do not say."""
     per_image: PerImage = {}
-    """Those of the scores that are kept for each true image; empty if none are."""
 
 
 class CertificateOf(RowPart):
@@ -155,9 +145,7 @@ class CertificateOf(RowPart):
 
     images: int
     determined: int | None = None
-    """Number of images that the attack calls determined; None if it does not say."""
     certified: int | None = None
-    """Number of images that the attack certifies; None if it certifies nothing."""
     false: int | None = None
     """Number of certificates that the truth refutes; None if that cannot be told."""
     per_image: dict[str, list[bool]] = {}
@@ -166,8 +154,7 @@ class CertificateOf(RowPart):
 class UtilityOf(RowPart):
     """Measures what the defense left of the model, by the last round of its stack.
 
-    The fields are those of `RoundRecord` and `RoundRow`, such as `test_accuracy` in [0, 1]. They
-    are None where nothing was measured, and where the row does not say.
+    The fields are those of `RoundRecord` and `RoundRow`.
     """
 
     train_loss: float | None = None
@@ -177,15 +164,12 @@ class UtilityOf(RowPart):
     test_chance: float | None = None
     """Share of the test set's most frequent class."""
     local_losses: tuple[float | Literal["inf"], float | Literal["inf"]] | None = None
-    """Mean loss on the recorded images, before local training and after it. None where a client
-    sent a gradient, or the recording does not say."""
+    """Mean loss on the recorded images, before local training and after it; None where a client
+    sent a gradient."""
 
     @property
     def diverged(self) -> bool:
-        """Whether local training more than doubled the loss of its own images, or ended at inf.
-
-        False also where `local_losses` is None, so that nothing is known.
-        """
+        """Whether local training is known to have more than doubled the loss of its images."""
         if self.local_losses is None:
             return False
         # An infinite loss is written as text, as JSON has no infinity.
@@ -196,8 +180,7 @@ class UtilityOf(RowPart):
 class ClaimOf(RowPart):
     """States the (ε, δ) claimed of the whole stack; ε is None where nothing is accounted.
 
-    Fields are those of `PrivacyClaim`, with an ε of "inf" where nothing is proven. Then `delta`,
-    `accountant` and `unit` are None, and `reason` says why; else `reason` is None.
+    Fields are those of `PrivacyClaim`, with an ε of "inf" where nothing is proven.
     """
 
     epsilon: float | Literal["inf"] | None = None
@@ -210,7 +193,7 @@ class ClaimOf(RowPart):
     covers: str | None = None
     """Releases that the claim covers, in words."""
     claimed_epsilon: float | None = None
-    """ε that the defenses' own settings state, whatever is proven; None if they state none."""
+    """ε that the defenses' own settings state, whatever is proven."""
 
 
 class PrivacyOf(ClaimOf):
@@ -220,67 +203,60 @@ class PrivacyOf(ClaimOf):
     """
 
     noise_key: str | None = None
-    """Owner of the secret that the noise follows from, `scenario` or `node`; None if not said."""
+    """Owner of the secret that the noise follows from, `scenario` or `node`."""
     audited_epsilon: float | None = None
-    """Lower bound of ε that the audit of the stack found; None without an audit."""
+    """Lower bound of ε that the audit of the stack found."""
     run: ClaimOf | None = None
     """Claim for all releases of the run; None if this claim is that one."""
 
 
 class CostOf(RowPart):
-    """States the cost of the attack, over all its restarts.
+    """States the cost of the attack, over all its restarts, as `fedsim.contracts.attack.Solution`.
 
-    The fields are those of `fedsim.contracts.attack.Solution`. Without an answer, `seconds` and
-    `bytes_up` alone are told. None also where the row does not say.
+    Without an answer, `seconds` and `bytes_up` alone are told.
     """
 
     seconds: float | None = None
     iterations: int | None = None
     iterations_per_second: float | None = None
-    """Ratio of the two; None where either is 0 or not known."""
     peak_memory_bytes: int | None = None
     bytes_up: int | None = None
-    """Mean bytes that a client sent in the attacked round; None if no client answered."""
+    """Mean bytes that a client sent in the attacked round."""
 
 
 class TheoryOf(RowPart):
-    """States what theory predicts of the attack."""
+    """States what theory predicts of the attack; None where it says nothing."""
 
     tensor_rate: float | None = None
-    """Predicted error of the attack, up to a constant; None if theory predicts nothing."""
+    """Predicted error of the attack, up to a constant."""
     tensor_bound: float | None = None
-    """The paper's upper bound on the error of unit features, with its prefactor, up to a constant
-    and logarithms. None where theory says nothing."""
+    """The paper's upper bound on the error of unit features, up to a constant and logarithms."""
     tensor_bound_valid: bool | None = None
-    """Whether the theorem's conditions hold; None of attacks that it does not speak of."""
+    """Whether the theorem's conditions hold."""
     tensor_bound_reason: str | None = None
     """The condition of the theorem that fails, in words; None if all hold."""
     psnr: float | None = None
-    """Largest PSNR, dB, that the claim allows any attack on average, where the truth is drawn from
-    `limit_prior`. None where nothing is limited; `limit_reason` then says why."""
+    """Largest PSNR, dB, that the claim allows any attack on average over `limit_prior`."""
     feature_cosine: float | None = None
-    """Largest cosine of features that the claim allows any attack on average, where the truth is
-    drawn from `limit_prior`. None where nothing is limited."""
+    """Largest cosine of features that the claim allows any attack on average over `limit_prior`."""
     limit_prior: str | None = None
-    """Prior of `psnr` and `feature_cosine`: what the truth is drawn from, in words; else None."""
+    """Prior of `psnr` and `feature_cosine`: what the truth is drawn from, in words."""
     limit_unit: str | None = None
-    """Unit whose data the limits protect; None without limits."""
+    """Unit whose data the limits protect."""
     limit_reason: str | None = None
     """Why theory limits no attack; None if it does, and in rows of earlier versions."""
     membership_auc: float | None = None
-    """Largest AUC of membership that the claim allows; None if it does not bound membership."""
+    """Largest AUC of membership that the claim allows."""
     membership_tpr: float | None = None
-    """Largest true positive rate of membership, at 5% false accusations, that the claim allows.
-    None if it does not bound membership."""
+    """Largest true positive rate of membership, at 5% false accusations, that the claim allows."""
     membership_tpr_at_1_percent: float | None = None
     """Largest share of members told that the claim for all rounds seen allows, at the false
-    positive rate that the threshold certainly does not exceed. None if it does not bound
-    membership."""
+    positive rate that the threshold certainly does not exceed."""
     membership_tpr_at_01_percent: float | None = None
     """Like `membership_tpr_at_1_percent`, of the threshold for a false positive rate of 0.1%."""
     membership_p: float | None = None
     """p-value of the claim for all rounds seen, by the shares of members told at any rate, of this
-    attack on this update alone. None if the claim does not bound membership."""
+    attack on this update alone."""
 
 
 class ResultRow(RowPart):
@@ -288,15 +264,14 @@ class ResultRow(RowPart):
 
     `vantage`, `round`, `client` and `trial` are those of the `Observation`; `client` is -1 where
     clients were combined. `status` is `ok`, `failed`, `unscored` (the truth is still elsewhere) or
-    `unseen` (the vantage shows no update). `reason` says why nothing was scored; else it is None.
-    Parts of a row are None where it does not state them.
+    `unseen` (the vantage shows no update); `reason` says why nothing was scored. Fields are None
+    where a row does not state them.
     """
 
     scenario: str
     variant: dict[str, Any] = {}
     dataset: str
     model: ModelOf | None = None
-    """Model of the victim; None for a learner that trains none."""
     learner: str = "sgd"
     release: dict[str, Any] | None = None
     """Kind of a closed-form release, and the learner's parameters; None for updates of a model."""
@@ -305,8 +280,8 @@ class ResultRow(RowPart):
     attack: AttackOf
     vantage: str
     server: Manipulation = "honest"
-    """Manipulation of the model by the server, as the row states it, or as the model's parameters
-    show it if that is more."""
+    """Manipulation of the model by the server, stated or seen in its parameters, whichever is
+    more."""
     knowledge: KnowledgeOf
     batch_size: int
     round: int
@@ -322,7 +297,7 @@ class ResultRow(RowPart):
     metrics: Metrics | None = None
     victims: list[str] | None = None
     """Digest of each true image, in the order of the truth, or of each row of a table that took
-    part. None where there is no truth, or the row does not say."""
+    part."""
     baseline: BaselineOf | None = None
     control: ControlOf | None = None
     theory: TheoryOf | None = None
@@ -332,14 +307,13 @@ class ResultRow(RowPart):
     per_image: dict[str, list[float]] | None = None
     """Metric -> its value for each true image, in the order of the truth."""
     certificate: CertificateOf | None = None
-    """Certificate of the attack; None if it gives none, and in rows of earlier versions."""
     features_by: str | None = None
-    """Name of another attack that the features are from; None if none, and in earlier rows."""
+    """Name of another attack that the features are from."""
     stages: int | None = None
-    """Number of stages that the attack cut the body into; None if none, and in earlier rows."""
+    """Number of stages that the attack cut the body into."""
     simulation_error: float | None = None
     """L2 distance of the update that attacks simulate at the truth from the recorded one, over the
-    recorded one's length. None but for an assessed app, or where the truth does not tell."""
+    recorded one's length; of an assessed app alone."""
     folder: Path = Path()
     """Folder of the run that the row was read from."""
     ended: bool = True
@@ -349,10 +323,7 @@ class ResultRow(RowPart):
     def of(cls, job: Job, result: Result, **of_run: Any) -> Self:
         """Builds the line of one attack on one observation.
 
-        Args:
-            job: The attack and its observation.
-            result: Outcome of the job.
-            of_run: Fields that only the run knows; the control is added at the run's end.
+        `of_run` are the fields that only the run knows; the control is added at the run's end.
         """
         seen, plugin = result.observation, job.plugin
         parts = {name: getattr(result, name) for name in _OF_RESULT}
@@ -412,10 +383,7 @@ class ResultRow(RowPart):
 
     @property
     def other_update(self) -> Metrics | None:
-        """Scores of the same attack's answer to another update, against this row's truth.
-
-        None without a control.
-        """
+        """Scores of the same attack's answer to another update; None without a control."""
         return self.control.other_update if self.control else None
 
     @property
@@ -457,8 +425,8 @@ class ResultRow(RowPart):
     def content(self) -> str:
         """Digest of the measurement: whose data, how it was attacked, and its figures.
 
-        The digest leaves out what a copy may lack or state otherwise: fields that depend on other
-        rows of the run, and the attack's cost.
+        It leaves out what a copy may lack or state otherwise: what depends on other rows, and the
+        cost.
         """
         return digest_of(self.model_dump(exclude=_BESIDE))
 
@@ -480,7 +448,7 @@ class RoundRow(RowPart):
     """Holds a line of `rounds.jsonl`: one round of one stack's training.
 
     The fields of `RoundRecord` mean the same here, and ε is of all rounds up to this one. None is
-    what was not measured or accounted, and what the line does not say.
+    what was not measured, accounted or stated.
     """
 
     defense: str
@@ -488,7 +456,7 @@ class RoundRow(RowPart):
     participants: list[int] = []
     """Numbers of the clients that were asked to train, ascending."""
     aggregated: int | None = None
-    """Number of updates that moved the model; None if the line does not say."""
+    """Number of updates that moved the model."""
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None
@@ -499,7 +467,7 @@ class RoundRow(RowPart):
     epsilon: float | Literal["inf"] | None = None
     privacy: PrivacyOf | None = None
     sigma: float | None = None
-    """σ, where a client appends the rows of σ I to its data; None without such noise."""
+    """σ, where a client appends the rows of σ I to its data."""
     failures: dict[str, int] = {}
     """Reason -> number of updates that were left out of the round for that reason."""
     details: list[str] = []
@@ -508,14 +476,10 @@ class RoundRow(RowPart):
     probe_failures: int = 0
     """Number of probes without a recording."""
     seconds: float | None = None
-    """Wall-clock seconds of the round; None if the line does not say."""
 
 
 class AuditRow(RowPart):
-    """Holds a line of `audit.jsonl`: what canaries showed of one stack's claim.
-
-    `method` is `two_worlds` or `one_run`, see `fedsim.scenario.model.Audit`.
-    """
+    """Holds a line of `audit.jsonl`: what canaries showed of one stack's claim."""
 
     defense: str
     method: str
@@ -539,10 +503,7 @@ def describe_tensor_bound(result: Result) -> dict[str, float | bool | str | None
 
 
 def nested(mapping: Any, *path: str) -> Any:
-    """Returns `mapping[path[0]][path[1]]…`; None where a key is missing.
-
-    Only dictionaries are entered: a path that leads through a list gives None.
-    """
+    """Returns `mapping[path[0]][path[1]]…` of dictionaries; None where a key is missing."""
     for key in path:
         mapping = mapping.get(key) if isinstance(mapping, dict) else None
     return mapping

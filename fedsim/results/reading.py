@@ -1,8 +1,4 @@
-"""Reads run folders: results, rounds, record and scenario, checked against what a row holds.
-
-Runs of one scenario that `--set` changed, or that measure other data, are told apart, so that they
-are not pooled.
-"""
+"""Reads run folders: results, rounds, record and scenario, checked against what a row holds."""
 
 from __future__ import annotations
 
@@ -51,12 +47,10 @@ def differences(
 ) -> list[dict[str, Any]]:
     """Returns, for each resolved scenario, the settings that tell it apart from the others.
 
-    Settings are dotted keys and their values. Only keys that decide figures count, and the seed is
-    none of them. A scenario without such a key has None for it. A stack is compared among the
-    scenarios that have one of its name.
-
-    `stated` has, for each scenario, the settings that rows show already, such as those of a sweep;
-    these are left out for all. An empty scenario, of a run that lost its file, has no settings.
+    Settings are dotted keys and their values; only those that decide figures count, and the seed is
+    none of them. A stack is compared among the scenarios that have one of its name. `stated` has,
+    for each scenario, the settings that rows show already, such as those of a sweep; these are left
+    out for all. An empty scenario, of a run that lost its file, has no settings.
     """
     # What rows state already tells the runs apart without being repeated.
     shown = {key for variant in stated for key in variant}
@@ -90,11 +84,7 @@ def _decisive(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def leaves_of(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of each leaf of a nested mapping; a list is one value.
-
-    `path` is put before each key as it is, so that it ends in a dot. An empty mapping below
-    `mapping` is a value, too.
-    """
+    """Yields (`path` + dotted key, value) of each leaf of a nested mapping; a list is one value."""
     for key, value in mapping.items():
         # An empty mapping is a value: it would yield no key at all.
         if isinstance(value, Mapping) and value:
@@ -118,32 +108,28 @@ class ReportError(FedsimError):
 class StoredRun:
     """Holds the content of one folder of results: a run, or one variant of a sweep.
 
-    `rows` are the lines of `results.jsonl` whose status is `ok` or `failed`. `rounds` are those of
-    `rounds.jsonl`, and `audits` those of `audit.jsonl`.
+    `rows` are the lines of `results.jsonl` whose status is `ok` or `failed`. `record` and
+    `scenario` are empty without their files.
     """
 
     folder: Path
     rows: list[ResultRow]
     unscored: int
-    """Number of rows that wait for the truth, which is elsewhere; `rows` has none of them."""
+    """Number of rows that wait for the truth, which is elsewhere."""
     unseen: int
-    """Number of rows of a vantage that shows no update; `rows` has none of them."""
+    """Number of rows of a vantage that shows no update."""
     rounds: list[RoundRow]
     audits: list[AuditRow]
     record: dict[str, Any]
-    """`record.json`; empty if there is none."""
     scenario_text: str | None
-    """Text of `scenario.yaml`; None if there is none."""
     scenario: dict[str, Any]
-    """`scenario.yaml`, parsed; empty if there is none."""
     plan: Plan | None
-    """Plan of the run; None if it has none, as runs of earlier versions."""
+    """Plan of the run; None in runs of earlier versions."""
     at_work: bool
-    """Whether a process was at work in the folder when it was read. False also on a file system
-    without locks."""
+    """Whether a process was at work in the folder when it was read; False also without locks."""
     apart: dict[str, Any] = field(default_factory=dict)
-    """Settings (dotted keys) or digests (`recording`, `run`, `figures`) and their values, which set
-    it apart from runs of its name that were read with it."""
+    """Settings (dotted keys) or digests (`recording`, `run`, `figures`) that set it apart from runs
+    of its name."""
 
     @property
     def attack_runs(self) -> int:
@@ -165,10 +151,7 @@ class StoredRun:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has come to its end; rows may still wait for their truth.
-
-        A folder of rows alone, without a plan and a scenario, counts as ended.
-        """
+        """Whether the run has come to its end; rows may still wait for their truth."""
         if self.plan is None:
             # Without a plan or a scenario, a folder holds rows alone, and nothing says that more
             # will come.
@@ -201,18 +184,12 @@ class StoredRun:
 
     @property
     def figures(self) -> dict[str, str]:
-        """Place of each row -> digest of what it measured (`ResultRow.content`).
-
-        The key is one text: the scenario's seed, followed by `ResultRow.place`.
-        """
+        """Seed and place of each row, as one text -> digest of what it measured."""
         seed = str(self.setting("seed"))
         return {seed + row.place: row.content for row in self.rows}
 
     def setting(self, *path: str) -> Any:
-        """Returns a value of the scenario by its keys; None if it is not there.
-
-        Each key is an argument of its own: `setting("training", "rounds")`. Lists are not entered.
-        """
+        """Returns a value of the scenario by its keys, as `setting("training", "rounds")`."""
         return nested(self.scenario, *path)
 
 
@@ -298,10 +275,7 @@ _SHOWN = 12
 
 
 def _contradictions(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
-    """Returns a digest of each run's figures, if two runs state different ones for one place.
-
-    A copy that lacks rows has the digest of the run that has them all.
-    """
+    """Returns a digest of each run's figures, if two runs state different ones for one place."""
     figures = [run.figures for run in runs]
     stated: dict[str, str] = {}
     for own in figures:
@@ -326,8 +300,8 @@ def _contradictions(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
 def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun]:
     """Returns `runs` with folders relative to `root` in the place of digests that set them apart.
 
-    A later run never has the same digest. By folder, each of several recordings can be compared
-    with a later one in a folder of the same name. Every run is below `root`.
+    By folder, each of several recordings can be compared with a later one, which has another
+    digest.
     """
     named = []
     for run in runs:
@@ -340,8 +314,8 @@ def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun
 def measurements(runs: Iterable[StoredRun]) -> list[ResultRow]:
     """Returns the rows of `runs`, each measurement once.
 
-    Rows of one scenario seed, one variant and one content are copies of a measurement. Of copies
-    the row with the largest ε is kept, so that no copy makes a run look more private.
+    Rows of one scenario seed, one variant and one content are copies, of which the one with the
+    largest ε is kept.
     """
     rows: dict[tuple[str, str, str], ResultRow] = {}
     for run in runs:
@@ -394,10 +368,7 @@ def _plan(folder: Path) -> Plan | None:
 
 
 def fits(row: dict[str, Any], name: str) -> bool:
-    """Returns whether `row` is a valid line of the file called `name`.
-
-    The file is `results.jsonl`, `rounds.jsonl` or `audit.jsonl`.
-    """
+    """Returns whether `row` is a valid line of the file called `name`."""
     kinds: dict[str, type[RowPart]] = {
         RESULTS: ResultRow,
         "rounds.jsonl": RoundRow,

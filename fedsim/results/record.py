@@ -31,9 +31,7 @@ Row = dict[str, Any]
 
 
 def append_line(path: Path, row: Row) -> None:
-    """Appends `row` as one JSON line and forces it to disk.
-
-    The file's folder is made if it is missing.
+    """Appends `row` as one JSON line, forced to disk; makes the file's folder.
 
     Raises:
         ValueError: `row` holds NaN or infinity.
@@ -121,10 +119,7 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Removes a last line that a kill cut short, so that the file can be appended to.
-
-    Nothing happens where there is no file, or its last line is whole.
-    """
+    """Removes a last line that a kill cut short, so that the file can be appended to."""
     if not path.exists():
         return
     with paths.open_regular(path, paths.LINES) as file:
@@ -156,10 +151,7 @@ CONTROL = "control"
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Returns the sorted paths below `folder`, at any depth, that match the glob `pattern`.
-
-    What lies in a folder named `control` is left out: no client made it (`controls`).
-    """
+    """Returns the sorted paths below `folder` that match the glob `pattern`, without controls."""
     found = sorted(folder.rglob(pattern))
     return [path for path in found if CONTROL not in path.relative_to(folder).parts]
 
@@ -182,10 +174,10 @@ class Run:
         return [row for path in self._all("rounds.jsonl") for row in read_lines(path)]
 
     def observations(self) -> list[Path]:
-        """Returns the recordings, to be read with `fedsim.load_observation`.
+        """Returns the recordings of what the server saw, for `fedsim.load_observation`.
 
-        They are those of what the server saw alone. Those of clients come first, then those of
-        aggregates, each sorted by path: by variant, stack, round and client.
+        Those of clients come first, then those of aggregates, each sorted by path: by variant,
+        stack, round and client.
         """
         # What the server saw: `participant-*` and `wire-*` are of other vantages.
         return self._all("observations/**/client-*.json") + self._all(
@@ -244,8 +236,7 @@ def _commit() -> str | None:
 PLAN = "plan.json"
 
 Line = tuple[str, str, str, int, int]
-"""Identifies a line of the leaderboard within a run: (defense, attack, vantage, batch size,
-round)."""
+"""Identifies a leaderboard line of a run: (defense, attack, vantage, batch size, round)."""
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
@@ -266,9 +257,8 @@ class Plan(BaseModel):
     resumable: bool
     """Whether `--resume` can continue the run."""
     origin: Annotated[str, Field(pattern=r"^$|^[^:]+:.")] = ""
-    """Kind and digest of what the run measures, as `data:5f3a...`; empty if not known.
-
-    Runs of one name and of two origins are never pooled."""
+    """Kind and digest of what the run measures, as `data:5f3a...`; runs of two origins are never
+    pooled."""
 
     @classmethod
     def of(
@@ -281,16 +271,7 @@ class Plan(BaseModel):
         resumable: bool = True,
         origin: str = "",
     ) -> Plan:
-        """Returns the plan of a run that makes each of `jobs`.
-
-        Args:
-            scenario: Name of the scenario.
-            variant: Keys and values that set the run apart in a sweep.
-            rounds: Number of rounds of all defense stacks together.
-            jobs: Each attack run, with the observation that is attacked.
-            resumable: Whether `--resume` can continue the run.
-            origin: Kind and digest of what the run measures, as `data:5f3a...`.
-        """
+        """Returns the plan of a run that makes each of `jobs`, each with its observation."""
         every = [
             (
                 seen.id.partition("/")[0],

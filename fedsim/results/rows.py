@@ -1,7 +1,6 @@
 """Makes the lines of `rounds.jsonl`, `results.jsonl` and `audit.jsonl` of what a run computed.
 
-Their fields are a stable format that others read; see docs/formats.md. What does not apply is null,
-never absent and never 0. An infinite ε is the string "inf" (JSON has no such number).
+What does not apply is null, never absent and never 0. An infinite ε is the string "inf".
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ Key = tuple[str, str, str]
 def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
     """Audits the workload's stack by canaries, and returns its line of `audit.jsonl`.
 
-    The result is None if the scenario asks for no audit, or the stack claims nothing.
-    `on_progress` is called with the number of steps done and of all steps.
+    The result is None if the scenario asks for no audit, or the stack claims nothing. `on_progress`
+    is called with the steps done and all steps.
     """
     audit, last = workload.scenario.audit, workload.scenario.training.rounds
     # Canaries take part in the training, and probes are not asked of them.
@@ -84,20 +83,14 @@ def round_row(server: Server, result: RoundRecord) -> Row:
 
 
 def row_noise(server: Server) -> float | None:
-    """Returns σ, where a client appends the rows of σ I to its data (I is the identity matrix).
-
-    The result is None where no defense acts on rows.
-    """
+    """Returns σ, where a client appends the rows of σ I to its data; else None."""
     defense, release = server.stack.data_defense, server.release
     return defense.sigma(release) if defense and release else None
 
 
 @dataclass(frozen=True)
 class Context:
-    """Holds what lines of `results.jsonl` of one run have in common, or share by stack.
-
-    `variant` has the swept keys and their values; empty without a sweep.
-    """
+    """Holds what lines of `results.jsonl` of one run have in common, or share by stack."""
 
     scenario: Scenario
     variant: Mapping[str, Any]
@@ -207,10 +200,7 @@ def _membership_limits(guarantee: PrivacyClaim) -> dict[str, float | None]:
 
 
 def _update_limits(server: Server, result: Result) -> dict[str, float | None]:
-    """Returns the largest shares of members that the claim for all rounds seen allows.
-
-    They hold at the false positive rates that the row's thresholds certainly do not exceed.
-    """
+    """Returns the largest shares of members that the claim for all rounds seen allows."""
     shares = [f"membership_tpr_at_{ending}" for ending in LOW_RATES]
     found: dict[str, float | None] = dict.fromkeys(("membership_auc", "membership_tpr", *shares))
     others, seen = result.metrics.get("membership_others"), result.observation
@@ -311,7 +301,7 @@ def refuse_foreign_rows(
 
     Args:
         out: Folder of the run.
-        keys: Key of each result that the run is to have, see `key`.
+        keys: Key of each result that the run is to have.
         stacks: Names of the run's defense stacks.
         last: Number of the run's last round.
 
