@@ -106,23 +106,17 @@ class Control:
     best: LeaderboardRow | None = None
     """The undefended row that decides; None if none of them has what would."""
     metric: str | None = None
-    """Metric that decides: that of the main target, or of another that tells more."""
     value: float | None = None
     """What the attack reached: its gain over guessing by the main target's `metric`; else the mean
     of it."""
     required: float | None = None
-    """What `value` has to reach for the control to pass; of an error, to fall to."""
     due: float | None = None
     """The part of `value` that is due to the update, dB, where that alone falls short of
     `required`; else None."""
     is_blind: bool = False
-    """Whether the attack reached enough, but as well with another update, and so does not pass."""
     batch_size: int | None = None
-    """The smallest batch size attacked on the undefended stack; None without such a stack."""
     failures: tuple[Failure, ...] = ()
-    """Attacks on the undefended stack that crashed or refused, where the control failed."""
     is_alone: bool = False
-    """Whether nothing but the undefended stack was attacked."""
     ended: bool = True
     """Whether the runs have ended: until then nothing follows, whatever the status so far."""
 
@@ -168,16 +162,15 @@ class Costs:
     """Whether the model without a defense learned something to compare with, for all that is
     known."""
     seconds: float | None = None
-    """Mean seconds of a round behind the defense."""
     usual_seconds: float | None = None
-    """Mean seconds of a round without a defense."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Judges one defense of one comparison, which `defense` and `stack` name as rows do.
+    """Judges one defense of one comparison; docs/formats-leaderboard.md says more of its fields.
 
     The strongest attack was chosen among several, so intervals are Bonferroni's for that number.
+    None is what was not measured.
     """
 
     defense: str
@@ -195,20 +188,12 @@ class Verdict:
     """The attack's gain over guessing in dB; of an uninformed attack, the part that is due to this
     update. None if only features or labels were attacked."""
     trials: int
-    """Number of attack runs on the defense."""
     attacks: int
-    """Number of attacks whose gain was measured, among which the strongest was chosen."""
     is_bounded: bool
-    """Whether the interval of the gain excludes a leak."""
     leaking: Share | None
-    """Share of trials that gained `Target.leaks` or more from their update, of the attack with the
-    largest share."""
     times: Times | None
-    """In how many trials pictures are recognizable, where they are not on average; else None."""
     is_rare: bool
-    """Whether a trial is too good for chance, though no interval makes a leak certain."""
     exposed_image: float | None
-    """PSNR of the best image that leaks by itself, dB; None if none does."""
     features: Shown | None
     """The attack with the least error of features, of those that tried pictures, too."""
     told: Mapping[Leaking, Shown]
@@ -219,14 +204,11 @@ class Verdict:
     may_leak: tuple[Leaking, ...]
     """Parts of targets that an attack told better than guessing on average, certain or not."""
     labels_stand: bool
-    """Whether labels were recovered where nothing else has an answer: that needs no control."""
     costs: Costs
     reliance: Reliance
     reason: Statement
     cautions: tuple[Statement, ...]
-    """What to know before the verdict is believed."""
     untried: tuple[Statement, ...]
-    """What no attack of these rows has tried."""
 
 
 @dataclass(frozen=True, kw_only=True)

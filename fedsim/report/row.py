@@ -61,12 +61,11 @@ class Certificates:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderboardRow:
-    """One attack on one defense, over all its trials.
+    """One attack on one defense, over all its trials; docs/formats-leaderboard.md has its fields.
 
-    `defense` is the name of a stack, `stack` its text (`describe_stack`), and `undefended` says
-    whether it is empty. `variant` is the sweep's assignment in words; empty without one. Losses,
-    accuracy and `seconds` are means over the trials' rows. Of all trials' claims, the row has the
-    largest ε and δ, and the terms that all share; else these are None. What no row states is None.
+    `stack` is the text of the stack called `defense` (`describe_stack`). `variant` is the sweep's
+    assignment in words; empty without one. Of all trials' claims, the row has the largest ε and δ,
+    and the terms that all share. None is what no row states, and what does not apply.
     """
 
     cell: str
@@ -93,17 +92,12 @@ class LeaderboardRow:
     n_ok: int
     """Number of trials with an answer that was scored."""
     images: int | None
-    """Number of different images, or rows of a table, that were attacked."""
     independent: int
     """Number of trials that share no image; every summary and interval is over these."""
     failures: dict[str, int]
-    """Reason -> number of trials that failed for it."""
     metrics: dict[str, Summary | None]
-    """Metric -> its summary over the trials; None where it was not measured."""
     worst: dict[str, float | None]
-    """Metric -> its value in the trial, or for the image, that leaked most."""
     baseline: dict[str, float | None]
-    """Metric -> its mean for the zero-information guess; None where the guess has none."""
     gains: Mapping[str, Summary]
     """Metric -> how much more leaks than the zero-information guess, trial by trial."""
     own_gains: Mapping[str, Summary]
@@ -115,82 +109,49 @@ class LeaderboardRow:
     over_others: Mapping[str, Summary]
     """Metric -> how much more leaks of the own update than of another."""
     leaking: Share | None
-    """Share of trials whose gain that is `due` is `Target.leaks` or more."""
     no_control: str | None
-    """Why the attack was not run on another update; None if it was, or if every trial failed."""
     control: ControlKind | None = None
-    """What the other update is of; of trials that differ the weakest."""
     uncontrolled: int = 0
     """Number of trials with an answer and no control, where others have one."""
     exposed_image: float | None = None
-    """PSNR of the best image that is a leak by itself, dB."""
     may_expose: bool = False
-    """Whether a trial, or an image, is so good that chance does not explain it, though nothing is
-    certain."""
     ignores_update: bool = False
-    """Whether the attack never looks at the update."""
     unaware: bool = False
-    """Whether the attack was not told of the defenses (`blind: true` of a scenario)."""
     guess_public: int | None
-    """Number of public images that the guess was learned from; None if from none."""
     guess_public_per_image: float | None
-    """Number of public images for each image of the guess, the least of the trials."""
     train_loss: float | None
     test_loss: float | None
     test_accuracy: float | None
-    """Share of the test data that the final model classifies correctly, in [0, 1]."""
     accuracy: Accuracy | None
-    """Test accuracy with chance, the test set's size and an interval."""
     diverged: int
-    """Number of trials on recordings whose local training is known to diverge."""
     epsilon: float | None
-    """ε of all releases of the run. inf: nothing is guaranteed. None: it was not accounted."""
     delta: float | None
     accountant: str | None
     unit: str | None
     relation: str | None
     privacy_reason: str | None
-    """Why ε is inf; None if it is not."""
     privacy_covers: str | None
-    """The releases that the claim with the largest ε covers, in words."""
     audited_epsilon: float | None
-    """The largest lower bound of ε that an audit found; None without an audit."""
     tensor_rate: float | None
-    """Mean of the error that theory predicts, up to a constant; None for most attacks."""
     tensor_bound: float | None
-    """Mean of the paper's upper bound, with its prefactor; None for most attacks."""
     tensor_bound_reason: str | None
-    """Condition of its theorem that fails; None if all hold."""
     limits: Mapping[str, float]
     """Metric -> the most of it that the privacy claim allows, the mean over trials."""
     membership_p: float | None = None
-    """Least p-value of the claim among the trials' shares of members told, times the number of
-    attempts on the claim (Bonferroni)."""
     limit_prior: str | None
-    """Prior of the limits on images and features, in words."""
     limit_reason: str | None
-    """Why theory limits no attack on these; None if it does."""
     seconds: float | None
-    """Mean seconds of a trial."""
     certificates: Certificates | None = None
-    """What the attack said that it knows, summed over the trials."""
     claimed_epsilon: float | None = None
-    """ε that the defenses' own settings state, whatever is proven."""
     networks: int = 1
-    """Number of networks attacked, one of each run: its trials share weights and partition."""
     clients: int = 1
-    """Number of clients attacked, over all networks."""
     near_copies: int = 0
-    """Number of attacked images, over all trials, of which a public one is a near copy."""
     recognizable: int = 0
-    """Number of trials that leak, with pictures that are recognizable."""
     ended: bool = True
     """Whether its runs have ended, and are scored to their end."""
     masked: bool = False
     """Whether the attacked update is a client's masked part of a secure sum."""
     strongest: bool = False
-    """Whether the attack worked, is informed, and gains most on this defense of all such
-    attacks."""
 
     @property
     def comparison(self) -> Comparison:

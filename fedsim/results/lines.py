@@ -1,4 +1,8 @@
-"""Defines the lines of results.jsonl, rounds.jsonl and audit.jsonl, each as a class."""
+"""Defines the lines of results.jsonl, rounds.jsonl and audit.jsonl, each as a class.
+
+docs/formats.md and docs/formats-results.md say what each field means. None stands where a line does
+not say, and where a field does not apply.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +98,6 @@ class AttackOf(RowPart):
     label: str
     restarts: int = 1
     blind: bool = False
-    """Whether the attack was told of no defense, and took the update for an undefended one."""
     parameters: dict[str, Any] = {}
     brought: tuple[str, ...] = ()
     """Knowledge of the attack that no grant names, as `public=photos`."""
@@ -120,11 +123,8 @@ class BaselineOf(Metrics):
 
     name: str | None = None
     public: int | None = None
-    """Number of public images; None for a guess that uses none."""
     public_per_image: float | None = None
-    """Number of public images for each image of the guess; None where `public` is."""
     near_copies: int | None = None
-    """Number of attacked images of which a public one is a near copy."""
     per_image: PerImage = {}
 
 
@@ -147,25 +147,18 @@ class CertificateOf(RowPart):
     determined: int | None = None
     certified: int | None = None
     false: int | None = None
-    """Number of certificates that the truth refutes; None if that cannot be told."""
     per_image: dict[str, list[bool]] = {}
 
 
 class UtilityOf(RowPart):
-    """Measures what the defense left of the model, by the last round of its stack.
-
-    The fields are those of `RoundRecord` and `RoundRow`.
-    """
+    """Measures what the defense left of the model, by the last round of its stack."""
 
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None
     test_examples: int | None = None
     test_chance: float | None = None
-    """Share of the test set's most frequent class."""
     local_losses: tuple[float | Literal["inf"], float | Literal["inf"]] | None = None
-    """Mean loss on the recorded images, before local training and after it; None where a client
-    sent a gradient."""
 
     @property
     def diverged(self) -> bool:
@@ -188,12 +181,9 @@ class ClaimOf(RowPart):
     accountant: str | None = None
     unit: str | None = None
     relation: str | None = None
-    """Relation between data sets that count as neighbours."""
     reason: str | None = None
     covers: str | None = None
-    """Releases that the claim covers, in words."""
     claimed_epsilon: float | None = None
-    """ε that the defenses' own settings state, whatever is proven."""
 
 
 class PrivacyOf(ClaimOf):
@@ -203,9 +193,7 @@ class PrivacyOf(ClaimOf):
     """
 
     noise_key: str | None = None
-    """Owner of the secret that the noise follows from, `scenario` or `node`."""
     audited_epsilon: float | None = None
-    """Lower bound of ε that the audit of the stack found."""
     run: ClaimOf | None = None
     """Claim for all releases of the run; None if this claim is that one."""
 
@@ -221,51 +209,32 @@ class CostOf(RowPart):
     iterations_per_second: float | None = None
     peak_memory_bytes: int | None = None
     bytes_up: int | None = None
-    """Mean bytes that a client sent in the attacked round."""
 
 
 class TheoryOf(RowPart):
-    """States what theory predicts of the attack; None where it says nothing."""
+    """States what theory predicts of the attack, and the most that the privacy claim allows it."""
 
     tensor_rate: float | None = None
-    """Predicted error of the attack, up to a constant."""
     tensor_bound: float | None = None
-    """The paper's upper bound on the error of unit features, up to a constant and logarithms."""
     tensor_bound_valid: bool | None = None
-    """Whether the theorem's conditions hold."""
     tensor_bound_reason: str | None = None
-    """The condition of the theorem that fails, in words; None if all hold."""
     psnr: float | None = None
-    """Largest PSNR, dB, that the claim allows any attack on average over `limit_prior`."""
     feature_cosine: float | None = None
-    """Largest cosine of features that the claim allows any attack on average over `limit_prior`."""
     limit_prior: str | None = None
-    """Prior of `psnr` and `feature_cosine`: what the truth is drawn from, in words."""
     limit_unit: str | None = None
-    """Unit whose data the limits protect."""
     limit_reason: str | None = None
-    """Why theory limits no attack; None if it does, and in rows of earlier versions."""
     membership_auc: float | None = None
-    """Largest AUC of membership that the claim allows."""
     membership_tpr: float | None = None
-    """Largest true positive rate of membership, at 5% false accusations, that the claim allows."""
     membership_tpr_at_1_percent: float | None = None
-    """Largest share of members told that the claim for all rounds seen allows, at the false
-    positive rate that the threshold certainly does not exceed."""
     membership_tpr_at_01_percent: float | None = None
-    """Like `membership_tpr_at_1_percent`, of the threshold for a false positive rate of 0.1%."""
     membership_p: float | None = None
-    """p-value of the claim for all rounds seen, by the shares of members told at any rate, of this
-    attack on this update alone."""
 
 
 class ResultRow(RowPart):
     """Holds a line of `results.jsonl`: one attack on one observed update.
 
-    `vantage`, `round`, `client` and `trial` are those of the `Observation`; `client` is -1 where
-    clients were combined. `status` is `ok`, `failed`, `unscored` (the truth is still elsewhere) or
-    `unseen` (the vantage shows no update); `reason` says why nothing was scored. Fields are None
-    where a row does not state them.
+    `client` is -1 where clients were combined. `status` is `ok`, `failed`, `unscored` (the truth is
+    still elsewhere) or `unseen` (the vantage shows no update).
     """
 
     scenario: str
@@ -274,14 +243,11 @@ class ResultRow(RowPart):
     model: ModelOf | None = None
     learner: str = "sgd"
     release: dict[str, Any] | None = None
-    """Kind of a closed-form release, and the learner's parameters; None for updates of a model."""
     training: dict[str, Any] = {}
     defense: DefenseOf
     attack: AttackOf
     vantage: str
     server: Manipulation = "honest"
-    """Manipulation of the model by the server, stated or seen in its parameters, whichever is
-    more."""
     knowledge: KnowledgeOf
     batch_size: int
     round: int
@@ -291,13 +257,10 @@ class ResultRow(RowPart):
     """Number of releases of the same batch whose mean was attacked."""
     seed: int
     observation: str | None = None
-    """Id of the attacked recording."""
     status: Status
     reason: str | None = None
     metrics: Metrics | None = None
     victims: list[str] | None = None
-    """Digest of each true image, in the order of the truth, or of each row of a table that took
-    part."""
     baseline: BaselineOf | None = None
     control: ControlOf | None = None
     theory: TheoryOf | None = None
@@ -305,15 +268,10 @@ class ResultRow(RowPart):
     privacy: PrivacyOf | None = None
     cost: CostOf | None = None
     per_image: dict[str, list[float]] | None = None
-    """Metric -> its value for each true image, in the order of the truth."""
     certificate: CertificateOf | None = None
     features_by: str | None = None
-    """Name of another attack that the features are from."""
     stages: int | None = None
-    """Number of stages that the attack cut the body into."""
     simulation_error: float | None = None
-    """L2 distance of the update that attacks simulate at the truth from the recorded one, over the
-    recorded one's length; of an assessed app alone."""
     folder: Path = Path()
     """Folder of the run that the row was read from."""
     ended: bool = True
@@ -445,36 +403,24 @@ _BESIDE = {"variant", "control", "theory", "utility", "privacy", "cost", "folder
 
 
 class RoundRow(RowPart):
-    """Holds a line of `rounds.jsonl`: one round of one stack's training.
-
-    The fields of `RoundRecord` mean the same here, and ε is of all rounds up to this one. None is
-    what was not measured, accounted or stated.
-    """
+    """Holds a line of `rounds.jsonl`: one round of one stack's training, and the ε up to it."""
 
     defense: str
     round: int
     participants: list[int] = []
-    """Numbers of the clients that were asked to train, ascending."""
     aggregated: int | None = None
-    """Number of updates that moved the model."""
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None
     test_examples: int | None = None
-    """Size of the test set."""
     test_chance: float | None = None
-    """Share of the test set's most frequent class."""
     epsilon: float | Literal["inf"] | None = None
     privacy: PrivacyOf | None = None
     sigma: float | None = None
-    """σ, where a client appends the rows of σ I to its data."""
     failures: dict[str, int] = {}
-    """Reason -> number of updates that were left out of the round for that reason."""
     details: list[str] = []
     zero_updates: int = 0
-    """Number of updates that were zero everywhere."""
     probe_failures: int = 0
-    """Number of probes without a recording."""
     seconds: float | None = None
 
 
@@ -484,7 +430,6 @@ class AuditRow(RowPart):
     defense: str
     method: str
     audited_epsilon: float
-    """Lower bound of ε that the audit found."""
     holds: bool
     """Whether that bound is at most the claimed ε."""
 

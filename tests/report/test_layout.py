@@ -34,7 +34,7 @@ addEventListener("load", () => {
     };
     const beyond = [...page.body.querySelectorAll("*")].filter(element => {
       const box = element.getBoundingClientRect();
-      return box.width && (box.right > width + 1 || box.left < -1) && !inside(element);
+      return box.width && box.right > 0 && (box.right > width + 1 || box.left < -1) && !inside(element);
     });
     const button = page.querySelector(".matrix .name");
     const explanation = page.getElementById(button.getAttribute("popovertarget"));
