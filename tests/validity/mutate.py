@@ -8,6 +8,8 @@ arguments, `a=1` is an assignment or an argument, and `{"a": b}` is an item of a
 from __future__ import annotations
 
 import ast
+import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -72,24 +74,38 @@ class Mutation:
             )
 
 
-def swap(where: str, old: str, new: str, *tests: str) -> Mutation:
-    """Returns the fault that `new` stands in place of `old`, in "file:function"."""
-    file, _, function = where.partition(":")
-    return Mutation(file=file, function=function, old=old, new=new, tests=tests)
+def read_table(text: str) -> tuple[Mutation, ...]:
+    """Reads faults: a name and, indented, `file:function [tests] old => new`; `#` is a comment.
+
+    In place of `old => new` is `drop old`, where a statement, an argument or an element is missing
+    then, or `never condition`, which does not hold then, whatever happens. Tests are files or node
+    ids below `tests`, without `.py`.
+    """
+    entries = re.findall(r"^(\w.*)\n((?:    .*\n)+)", text, re.MULTILINE)
+    return tuple(_read(name, textwrap.dedent(body).strip()) for name, body in entries)
 
 
-def drop(where: str, old: str, *tests: str) -> Mutation:
-    """Returns the fault that a statement, an argument or an element is missing."""
-    file, _, function = where.partition(":")
-    return Mutation(file=file, function=function, old=old, new=None, tests=tests)
-
-
-def never(where: str, condition: str, *tests: str) -> Mutation:
-    """Returns the fault that a condition does not hold, whatever happens."""
-    file, _, function = where.partition(":")
+def _read(name: str, body: str) -> Mutation:
+    found = re.fullmatch(r"([^\s:]+):?(\S*)\s\[([^]]*)\]\s(.*)", body, re.DOTALL)
+    assert found, f"{name}: {body}"
+    file, function, tests, change = found.groups()
+    verb, _, rest = change.partition(" ")
+    condition = verb == "never"
+    old, *new = re.split(r"\s=>", rest if verb in ("drop", "never") else change)
     return Mutation(
-        file=file, function=function, old=condition, new="False", tests=tests, condition=True
+        name=name,
+        file=file,
+        function=function,
+        old=old.strip(),
+        new="False" if condition else new[0].strip() if new else None,
+        tests=tuple(_test_of(test) for test in re.split(r",\s+", tests)),
+        condition=condition,
     )
+
+
+def _test_of(short: str) -> str:
+    file, *inside = re.sub(r"\s", "", short).split("::")
+    return "::".join([f"tests/{file}.py", *inside])
 
 
 @dataclass(frozen=True)
