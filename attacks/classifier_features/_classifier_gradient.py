@@ -44,15 +44,12 @@ class ClassifierGradient:
     biased: bool
     """Whether the last feature is the constant 1."""
     num_images: int
-    """Number N of images in the batch."""
     factors: int
     """Number of clipping's unknown factors in (0, 1]: 0, 1, or N (one for each image)."""
     removed: bool
-    """Whether a defense set entries of the gradient to zero."""
     mixed: bool
     """Whether a defense mixed entries, so that one depends on those at other positions."""
     noisy: bool
-    """Whether noise was added to the gradient."""
     exact: bool
     """Whether the row space of the gradient is as the client computed it."""
     dropout: bool
@@ -60,7 +57,6 @@ class ClassifierGradient:
     rates: tuple[float, ...]
     """Learning rate of each local step but the last, if all are on the same batch; else empty."""
     momentum: float
-    """Momentum of those steps."""
     bias_weight: float = 1.0
     """Spacing of the weights' gradient's grid over that of the bias's; 1 if either is not known."""
     removed_below: Tensor | None = None

@@ -59,7 +59,6 @@ class Minima(NamedTuple):
     points: Tensor
     """(S, n): the last point of each start."""
     losses: Tensor
-    """(S,): the sums of squares there."""
 
 
 def minimize(
@@ -341,7 +340,6 @@ class _Parts(NamedTuple):
     """Parts that explain the gradient's c columns; r dimensions are the classifier's rows' span."""
 
     errors: Tensor
-    """D (S, N, K)."""
     slopes: Tensor
     """Slopes of D in the points (S, N, K, r)."""
     inputs: Tensor

@@ -72,18 +72,14 @@ class ClassifierSolver(FeatureSolver):
     """Searches labels and features together, and descends the best ones to the end."""
 
     problem: Consistency | Profile
-    """Residual of the gradient that is minimized."""
     pool: Tensor
     """(P, d): features that starts are drawn from."""
     rng: torch.Generator
     labels: Tensor
-    """(N,): labels read off the gradient, from which the search starts."""
     starts: int
     """Unit of the number of starts: four times as many at first, eight times to the end."""
     iterations: int
-    """Iterations of a descent to the end."""
     exchanges: int
-    """Rounds in which images may be exchanged."""
     best: Fits | None = None
     """The best fit so far, of one start; None before any."""
     first: ClassifierSolver | None = None
@@ -92,9 +88,7 @@ class ClassifierSolver(FeatureSolver):
     path: LocalPath | None = None
     """Path of several local steps, whose middle is fitted first; None for a single step."""
     deep: bool = False
-    """Whether the best start has been descended to the end."""
     rounds: int = 0
-    """Rounds in which images have been exchanged."""
     failed: int = 0
     """Rounds since the last that found anything better."""
 

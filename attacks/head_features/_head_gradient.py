@@ -48,27 +48,22 @@ class HeadGradient:
     hidden: Tensor
     """W (m, d), float32."""
     bias: Tensor
-    """b (m,)."""
     output: Tensor
     """A (K, m), divided by `divisor`."""
     activation: Callable[[Tensor], Tensor]
     """σ, element-wise."""
     config: HeadConfig
-    """Configuration of the head, which is public."""
     grad_hidden: Tensor
     """∂L/∂W (m, d), zero where a defense removed an entry."""
     grad_bias: Tensor
-    """∂L/∂b (m,)."""
     grad_output: Tensor
     """∂L/∂A (K, m), multiplied by `divisor`."""
     num_images: int
-    """Number N of images in the batch."""
     pruned: bool
     """Whether the declared defenses set entries to zero."""
     smallest_removed: bool
     """Whether removed entries, if any, are smaller than all that are left of their tensor."""
     noisy: bool
-    """Whether the declared defenses add noise."""
     exact: bool
     """Whether the declared defenses leave the row space of ∂L/∂W as it is."""
     clipped: bool
@@ -78,7 +73,6 @@ class HeadGradient:
     steps: int
     """Local steps E on the same batch; 1 if each had images of its own."""
     first_share: float
-    """Share of the first step in the mean gradient."""
     divisor: float
     """m, if the head divides by it; else 1."""
     basis: Tensor | None = None

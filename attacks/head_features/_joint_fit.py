@@ -53,13 +53,11 @@ class JointSolver(FeatureSolver):
     """Fits ∂L/∂A, then all of the gradient; and again while too much is left unexplained."""
 
     head: HeadGradient
-    """The observed gradient."""
     output: OutputSolver
     """The present attempt's fit of ∂L/∂A."""
     attempts: list[OutputSolver]
     """Attempts that may follow, the next one last."""
     descent: _JointDescent | None = None
-    """The present attempt's fit of the whole gradient."""
     features: Tensor | None = None
     """(N, d): the best so far."""
 

@@ -44,11 +44,8 @@ class Peeling(FeatureSolver):
     """Finds rows of single images and takes them off the others, round by round."""
 
     head: HeadGradient
-    """The observed gradient."""
     tolerance: float
-    """Relative difference of rows that count as equal."""
     consistency: float
-    """Relative error of ∂L/∂A at which a row still counts as one image's."""
     rows: Tensor
     """(v, d + 1) float64: what no known feature explains of the planted neurons' rows."""
     outer: Tensor
@@ -56,7 +53,6 @@ class Peeling(FeatureSolver):
     shares: Tensor
     """(n, d + 1) float64: u_i of the n known features."""
     stuck: bool = False
-    """Whether the last round found no feature."""
 
     @classmethod
     def start(cls, head: HeadGradient, tolerance: float, consistency: float) -> Peeling:

@@ -251,27 +251,21 @@ class OutputFit:
 
     head: HeadGradient
     subset: Objective
-    """Objective of a subset of the neurons."""
     objective: Objective
     """Objective of the subset, and in the end of all neurons."""
     noise: float
     """Variance of the noise in each entry of ∂L/∂A; 0 without."""
     untried: list[Tensor]
-    """Starts (N, d) that are still to be tried."""
     features: Tensor
     """(N, d): of the best start so far."""
     loss: Tensor
     """Share of ∂L/∂A's energy that they leave unexplained (0-d)."""
     splitting: bool
-    """Whether a split may gain anything."""
     fits_rows: bool
     """Whether what pruning has left of ∂L/∂W may correct the fit."""
     descent: _ScaledDescent | None = None
-    """The descent that found `features`."""
     settled: bool = False
-    """Whether the last iterations gained little."""
     splits_failed: bool = False
-    """Whether all splits have been tried without a gain."""
     before_rows: tuple[float, Tensor, Tensor] | None = None
     """`rows_unexplained`, features and loss before the last fit of the rows; None before the
     first."""
@@ -444,7 +438,6 @@ class OutputSolver(FeatureSolver):
     budget: int
     """Iterations, over all attempts."""
     second_starts: list[Tensor] = field(default_factory=list)
-    """Starts (N, d) of the second attempt."""
     first: tuple[Tensor, Tensor] | None = None
     """Loss and features of the first attempt, once the second has begun."""
 
@@ -536,7 +529,6 @@ class CoarseToFine(FeatureSolver):
     budget: int
     """Iterations of both fits together."""
     second_starts: list[Tensor]
-    """Starts (N, d) of the fine fit's second attempt."""
     fine: bool = False
     """Whether `fit` is in all directions by now."""
 

@@ -61,15 +61,12 @@ class UnrolledSolver(FeatureSolver):
     """The gradient in coordinates of the row space, N E of them."""
     rng: torch.Generator
     iterations: int
-    """Iterations of each trial's fits, at most."""
     trials: int
-    """Trials that may be made, at most."""
     static: bool
     """Whether features are the same in all steps, which then are one."""
     fit: OutputSolver
     """The present trial's fit of ∂L/∂A."""
     has_steps: bool = False
-    """Whether `fit` has a feature for each step."""
     first_step: Tensor
     """(N, N E): the best features of the first step so far."""
     common: Tensor | None = None
@@ -77,7 +74,6 @@ class UnrolledSolver(FeatureSolver):
     lowest: OutputSolver
     """The trial that explains most of ∂L/∂A, from which the next one hops."""
     ended: int = 0
-    """Number of trials that have ended."""
 
     @classmethod
     def start(

@@ -38,7 +38,6 @@ class Inputs:
     """Inputs of a layer, one for each image that was found."""
 
     layer: Layer
-    """The layer that they enter."""
     values: Tensor
     """(k, n): the n entries of each input, with their true norms."""
     errors: Tensor

@@ -104,7 +104,6 @@ class Rays:
     spread: Tensor
     """(k,): root of the summed variances by noise of an input's entries."""
     tried: int
-    """Linear programs that were solved."""
 
 
 def find_rays(
@@ -192,9 +191,7 @@ class _Search:
     """(r, n), by whose lengths variables are scaled."""
     deviation: float
     aims: int = 0
-    """Number of linear functions that were drawn."""
     programs: int = 0
-    """Number of linear programs that were solved."""
 
     def slacks(self) -> list[float]:
         """Lists how far below 0 entries may be, from rounding up to noise."""

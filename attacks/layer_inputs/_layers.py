@@ -44,7 +44,6 @@ class Layer:
     """A linear layer, or a convolution to a single pixel, and its gradient in float64."""
 
     name: str
-    """The module's name in the model."""
     weights: Tensor
     """(m, n): m outputs of n inputs."""
     bias: Tensor | None
@@ -277,7 +276,6 @@ class RowSpace:
     deviation: float
     """Standard deviation of the error of an entry: rounding, or noise."""
     separate: bool
-    """Whether there is a direction for each image."""
 
     @staticmethod
     def decompose(layer: Layer, count: int) -> RowSpace:

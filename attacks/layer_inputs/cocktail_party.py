@@ -37,13 +37,10 @@ class Unmixing(AttackState):
     """The unmixing matrix and what it unmixes."""
 
     observation: Observation
-    """The server's observation."""
     layer: Layer
-    """The layer whose inputs are unmixed."""
     white: Tensor
     """(r, n): the gradient's rows, centered, uncorrelated and of variance 1."""
     space: RowSpace
-    """The gradient's row space."""
     whitening: Tensor
     """(r, r): matrix that makes `white` of the centered rows."""
     matrix: Tensor

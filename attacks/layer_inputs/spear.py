@@ -174,7 +174,6 @@ class SpearState(AttackState):
     candidates: Candidates
     rng: torch.Generator
     best: Inputs | None = None
-    """Inputs of the best selection; None before the first."""
     score: float = 0.0
     """Share of neurons and images that agree with it, in [0, 1]."""
     known: int = 0
