@@ -115,7 +115,9 @@ def certify_images(
     problem = Consistency(classifier)
     # The answer may be of another fit of the same gradient: the nearest solution here is judged.
     fit = problem.descend(problem.unknowns(features[None]), labels[None], _ITERATIONS)
-    if not (bool(fit.features.isfinite().all()) and is_reproduced(problem, fit)):
+    # The whole gradient counts, although only its strongest directions are fitted.
+    is_reproduced = float(fit.losses[0]) + problem.outside <= tolerance(classifier)
+    if not (bool(fit.features.isfinite().all()) and is_reproduced):
         return none
     if not is_overdetermined(problem, fit):
         return none
@@ -136,11 +138,6 @@ def is_declared(classifier: ClassifierGradient) -> bool:
 def tolerance(classifier: ClassifierGradient) -> float:
     """Returns the share of the gradient's squared norm that rounding may leave, in [0, 1]."""
     return (_ROUNDING * classifier.rounding) ** 2
-
-
-def is_reproduced(problem: Consistency, fit: Fits) -> bool:
-    """Says whether the first start of `fit` leaves of all the gradient what rounding may leave."""
-    return float(fit.losses[0]) + problem.outside <= tolerance(problem.classifier)
 
 
 def is_overdetermined(problem: Consistency, fit: Fits) -> bool:

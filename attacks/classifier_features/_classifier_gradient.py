@@ -98,6 +98,7 @@ class ClassifierGradient:
             observation.update[key].detach().double().reshape(len(layer.weight), -1) * factor
             for _, key in parts
         ]
+        grids = [_grid(observation, key) for _, key in parts]
         return ClassifierGradient(
             weights=torch.cat(weights, 1),
             gradient=torch.cat(gradient, 1),
@@ -113,9 +114,10 @@ class ClassifierGradient:
             if training.batches == "same"
             else (),
             momentum=training.momentum,
-            bias_weight=_bias_weight(observation, name) if biased else 1.0,
+            # The grid of the bias's gradient may be finer than that of the weights'.
+            bias_weight=grids[0] / grids[1] if biased and all(grids) else 1.0,
             removed_below=weights[0].new_tensor(below),
-            grid=_grid(observation, f"{name}.weight") * abs(factor),
+            grid=grids[0] * abs(factor),
             rounding=max(torch.finfo(observation.update[key].dtype).eps / 2 for _, key in parts),
         )
 
@@ -221,22 +223,11 @@ def _smallest(observation: Observation, name: str) -> float:
     return float(torch.stack(kept).min()) if kept else math.inf
 
 
-def _bias_weight(observation: Observation, name: str) -> float:
-    """Returns how much finer the grid of the bias's gradient is than that of the weights'."""
-    weights, bias = (_grid(observation, f"{name}.{part}") for part in ("weight", "bias"))
-    return weights / bias if weights and bias else 1.0
-
-
 def _grid(observation: Observation, name: str) -> float:
     """Returns the spacing of the values that entries of `name` were rounded to; 0 if not known."""
     effect, tensor = observation.effect, observation.update[name]
     if not effect.rounded or effect.noisy or effect.removed or not bool(tensor.any()):
         return 0.0
-    return _spacing(tensor)
-
-
-def _spacing(tensor: Tensor) -> float:
-    """Returns the largest spacing of a grid on which all entries are, of which not all are 0."""
     values = tensor.double().abs().flatten().sort()[0]
     values = values[values > 0]
     # The least entry is a whole number of spacings: the first that fits all others is the grid.

@@ -59,11 +59,6 @@ def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
     return [each / position for each in found]
 
 
-def decaying(training: LocalTraining) -> list[float]:
-    """Computes `positions` for gradients that shrink by the factor 0.75 with every step."""
-    return positions(training, [_DECAY**step for step in range(training.steps)])
-
-
 def middle(training: LocalTraining, shares: Sequence[float]) -> float:
     """Computes the share of the update at which one gradient equals the mean over all steps."""
     # Where gradients change linearly along the path, their mean is that at the mean position.
@@ -164,7 +159,8 @@ class LocalPath:
     def __init__(self, observation: Observation, rng: torch.Generator) -> None:
         """Takes the steps for one gradient at the middle, and watches features drift."""
         self._training = observation.training
-        self._shares = decaying(self._training)
+        sizes = [_DECAY**step for step in range(self._training.steps)]
+        self._shares = positions(self._training, sizes)
         share = middle(self._training, self._shares)
         self.observation = as_one_gradient(observation, share)
         """One gradient, at the middle."""

@@ -99,20 +99,18 @@ class ClassifierSolver(FeatureSolver):
         elif self.best is None:
             drawn = self._draw_starts(4 * self.starts)
             self._descend(drawn, self.labels.expand(len(drawn), -1), _FIRST)
-        elif self._explained or (self.deep and self._exhausted):
+        elif self._explained:
             self._end()
         elif not self.deep:
             self._deepen()
+        elif self.rounds == self.exchanges or self.failed == _GIVEN_UP:
+            self._end()
         else:
             self._exchange()
 
     @property
     def _explained(self) -> bool:
         return is_explained(self.problem, float(self.loss))
-
-    @property
-    def _exhausted(self) -> bool:
-        return self.rounds == self.exchanges or self.failed == _GIVEN_UP
 
     def _descend(self, points: Tensor, labels: Tensor, iterations: int) -> None:
         """Descends until one start explains all, and keeps the best."""

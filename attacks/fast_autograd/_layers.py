@@ -222,27 +222,14 @@ def relu(x: Tensor) -> Tensor:
 
 def max_pool(module: nn.MaxPool2d, x: Tensor) -> Tensor:
     """Computes `module(x)` for x (N, C, H, W) and a module that returns no indices."""
-    pool = _Pool(
-        kernel=_sides(module.kernel_size),
-        stride=_sides(module.stride),
-        padding=_sides(module.padding),
-        dilation=_sides(module.dilation),
-        ceil=module.ceil_mode,
-    )
-    y: Tensor = _MaxPool.apply(x, pool)
+    sizes = (module.kernel_size, module.stride, module.padding, module.dilation)
+    sides = ([size, size] if isinstance(size, int) else list(size) for size in sizes)
+    y: Tensor = _MaxPool.apply(x, (*sides, module.ceil_mode))
     return y
 
 
-def _sides(size: int | tuple[int, ...]) -> list[int]:
-    return [size, size] if isinstance(size, int) else list(size)
-
-
-class _Pool(NamedTuple):
-    kernel: list[int]
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    ceil: bool
+_Pool = tuple[list[int] | bool, ...]
+"""Kernel, stride, padding and dilation, (down, across) each, and whether sizes are rounded up."""
 
 
 class _Relu(torch.autograd.Function):

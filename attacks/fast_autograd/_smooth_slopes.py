@@ -34,7 +34,9 @@ def smooth(model: nn.Module, width: float | Tensor) -> None:
     for module in model.modules():
         if isinstance(module, nn.ReLU):
             replace_forward(module, partial(relu, width=width))
-        elif isinstance(module, nn.MaxPool2d) and _plain(module):
+        elif isinstance(module, nn.MaxPool2d):
+            if module.dilation not in (1, (1, 1)) or module.ceil_mode or module.return_indices:
+                continue
             replace_forward(module, partial(max_pool, module, width=width))
 
 
@@ -50,10 +52,6 @@ def max_pool(module: nn.MaxPool2d, x: Tensor, *, width: float | Tensor) -> Tenso
     windows, shape = _windows(module, x, -torch.inf)
     y: Tensor = _Largest.apply(windows, width)
     return y.view(shape)
-
-
-def _plain(module: nn.MaxPool2d) -> bool:
-    return module.dilation in (1, (1, 1)) and not module.ceil_mode and not module.return_indices
 
 
 def _windows(module: nn.MaxPool2d, x: Tensor, fill: float) -> tuple[Tensor, tuple[int, ...]]:

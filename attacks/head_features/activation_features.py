@@ -123,8 +123,10 @@ class Peeling(FeatureSolver):
             if not share[-1]:
                 continue
             feature = _feature(share)
-            if known and _is_among(feature, known):
-                continue
+            if known:
+                cosine = F.cosine_similarity(feature[None], torch.stack(known))
+                if bool((cosine > _SAME_FEATURE).any()):
+                    continue
             input_ = weights[members] @ feature + bias[members]
             slack = _ROUNDING * (weights[members].abs() @ feature.abs() + bias[members].abs())
             outer = self.outer[:, members]
@@ -205,8 +207,3 @@ class ActivationFeatures(FeatureAttack[Peeling]):
 def _feature(share: Tensor) -> Tensor:
     """Computes x (..., d) from u = (s x, s) (..., d + 1)."""
     return share[..., :-1] / share[..., -1:]
-
-
-def _is_among(feature: Tensor, known: list[Tensor]) -> bool:
-    cosine = F.cosine_similarity(feature[None], torch.stack(known))
-    return bool((cosine > _SAME_FEATURE).any())

@@ -210,15 +210,7 @@ class TensorFeatures(DirectAttack):
     ) -> Reconstruction:
         """Returns unit features; with `refine` they have lengths, and the loss is that of ∂L/∂A."""
         head = HeadGradient.read(observation)
-        estimates, residual = decompose(
-            head,
-            variance_reduction=self.variance_reduction,
-            whiten=self.whiten,
-            rows=self.rows,
-            iterations=self.iterations,
-            contraction=self.contraction,
-            rng=rng,
-        )
+        estimates, residual = self._decompose(head, rng)
         if self.refine:
             estimates, residual = refine_features(head, estimates.float())
         if self.oracle:
@@ -226,64 +218,51 @@ class TensorFeatures(DirectAttack):
             estimates = order_greedily(estimates, knowledge.true_features.to(estimates))
         return Reconstruction(features=estimates.float(), loss=float(residual), iterations=0)
 
-
-def decompose(
-    head: HeadGradient,
-    *,
-    variance_reduction: bool,
-    whiten: bool,
-    rows: Literal["combined", "all"],
-    iterations: int,
-    contraction: Literal["auto", "second", "third"],
-    rng: torch.Generator,
-) -> tuple[Tensor, Tensor]:
-    """Finds unit features (N, d), and the residual of `find_components`; 0 for a single direction.
-
-    The options are those of `TensorFeatures`.
-    """
-    if not head.config.planted:
-        raise AttackFailed(
-            "moments need Gaussian weights: let the server plant neurons (`head: {width: ..., "
-            "planted: ...}`)"
+    def _decompose(self, head: HeadGradient, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Finds unit features (N, d), and the residual of `find_components`; 0 for one image."""
+        if not head.config.planted:
+            raise AttackFailed(
+                "moments need Gaussian weights: let the server plant neurons (`head: {width: ..., "
+                "planted: ...}`)"
+            )
+        # Stein's lemma is for standard normal weights.
+        w = head.hidden[head.planted].double() / head.config.planted_std
+        outer = (
+            head.grad_output[:, head.planted] if self.rows == "all" else combine_rows(head)[None]
         )
-    # Stein's lemma is for standard normal weights.
-    w = head.hidden[head.planted].double() / head.config.planted_std
-    outer = (
-        head.grad_output[:, head.planted].double() if rows == "all" else combine_rows(head)[None]
-    )
-    outer = outer.double()
-    if variance_reduction:
-        design = torch.cat([torch.ones(len(w), 1).to(w), w], 1)
-        # Stein's lemma: constant and linear parts have no second or third moment, only variance.
-        fit = torch.linalg.lstsq(design.T @ design, design.T @ outer.T).solution
-        outer = outer - (design @ fit).T
-    if rows == "all":
-        outer = independent_rows(outer, head.rank, head.noise)
-    back = torch.eye(w.shape[1]).to(w)
-    if whiten:
-        back = inverse_root(w.T @ w / len(w))
-        w = w @ back
-    moments = derivative_moments(head.config.activation)
-    # k_2 = E[σ''] is 0 for odd activations: then the third moment, along some a, has the span.
-    by_second = abs(moments[2]) > _NEGLIGIBLE
-    if contraction != "auto":
-        by_second = contraction == "second"
-    a = F.normalize(torch.randn(w.shape[1], generator=rng, dtype=torch.float64), dim=0).to(w)
-    matrices = [second_moment(g, w) if by_second else third_along(g, w, a) for g in outer]
-    basis = power_method(matrices, head.rank, iterations, rng)
-    if head.rank == 1:
-        return _choose_signs(F.normalize(basis.T @ back, dim=1), head), torch.zeros(())
-    y = w @ basis
-    inside = F.normalize(torch.randn(head.rank, generator=rng, dtype=torch.float64), dim=0).to(w)
-    # k_3 = E[σ'''] is 0 for ReLU: then the fourth moment along some a stands for the third.
-    by_third = abs(moments[3]) > _NEGLIGIBLE
-    slices = [third_moment(g, y) if by_third else fourth_along(g, y, inside) for g in outer]
-    if rows == "all":
-        # All slices are sums of the same u_i u_i': the rows' matrices tell images of different
-        # labels apart, and their third moments those of one label.
-        slices += [(basis.T @ matrix @ basis)[:, :, None] for matrix in matrices]
-    directions, residual = find_components(torch.cat(slices, 2), rng)
-    return _choose_signs(F.normalize(directions @ basis.T @ back, dim=1), head), residual
+        outer = outer.double()
+        if self.variance_reduction:
+            design = torch.cat([torch.ones(len(w), 1).to(w), w], 1)
+            # Stein's lemma: constant and linear parts have no higher moments, only variance.
+            fit = torch.linalg.lstsq(design.T @ design, design.T @ outer.T).solution
+            outer = outer - (design @ fit).T
+        if self.rows == "all":
+            outer = independent_rows(outer, head.rank, head.noise)
+        back = torch.eye(w.shape[1]).to(w)
+        if self.whiten:
+            back = inverse_root(w.T @ w / len(w))
+            w = w @ back
+        moments = derivative_moments(head.config.activation)
+        # k_2 = E[σ''] is 0 for odd activations: then the third moment, along some a, has the span.
+        by_second = abs(moments[2]) > _NEGLIGIBLE
+        if self.contraction != "auto":
+            by_second = self.contraction == "second"
+        a = F.normalize(torch.randn(w.shape[1], generator=rng, dtype=w.dtype), dim=0).to(w)
+        matrices = [second_moment(g, w) if by_second else third_along(g, w, a) for g in outer]
+        basis = power_method(matrices, head.rank, self.iterations, rng)
+        if head.rank == 1:
+            return _choose_signs(F.normalize(basis.T @ back, dim=1), head), torch.zeros(())
+        y = w @ basis
+        inside = F.normalize(torch.randn(head.rank, generator=rng, dtype=w.dtype), dim=0).to(w)
+        # k_3 = E[σ'''] is 0 for ReLU: then the fourth moment along some a stands for the third.
+        by_third = abs(moments[3]) > _NEGLIGIBLE
+        slices = [third_moment(g, y) if by_third else fourth_along(g, y, inside) for g in outer]
+        if self.rows == "all":
+            # All slices are sums of the same u_i u_i': the rows' matrices tell images of different
+            # labels apart, and their third moments those of one label.
+            slices += [(basis.T @ matrix @ basis)[:, :, None] for matrix in matrices]
+        directions, residual = find_components(torch.cat(slices, 2), rng)
+        return _choose_signs(F.normalize(directions @ basis.T @ back, dim=1), head), residual
 
 
 def refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:

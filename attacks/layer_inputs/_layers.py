@@ -96,7 +96,9 @@ def trace_layers(observation: Observation) -> list[Layer]:
         module, inside = call.module, call.before.flatten(1)
         if not isinstance(module, nn.Linear | nn.Conv2d) or not _is_linear(call):
             continue
-        if _head_of(call.name) or f"{call.name}.weight" not in observation.update:
+        if call.name.partition(".")[0] in ("head", "imprint"):
+            continue
+        if f"{call.name}.weight" not in observation.update:
             continue
         weights, gradient = (
             _cut_reached(weight.detach(), call).double()
@@ -208,10 +210,6 @@ def _run(model: Classifier, images: Tensor) -> tuple[list[_LayerCall], Tensor]:
 
 def _place(tensor: Tensor) -> _Place:
     return tensor.data_ptr(), tensor.numel()
-
-
-def _head_of(name: str) -> bool:
-    return name.partition(".")[0] in ("head", "imprint")
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:

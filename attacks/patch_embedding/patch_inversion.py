@@ -16,7 +16,7 @@ outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, final
 
@@ -148,7 +148,11 @@ def _position(
     if isinstance(part, nn.Conv2d):
         signal = signal.flatten(2).transpose(1, 2)
     signal = signal.reshape(patches, -1).double()
-    for name, rows in _candidates(parameters, gradients, signal.shape[1]):
+    for name, gradient in zip(parameters, gradients, strict=True):
+        # Rows have to be as wide as a token.
+        if gradient is None or gradient.shape[-1] != signal.shape[1]:
+            continue
+        rows = gradient.reshape(-1, signal.shape[1]).double()
         if len(rows) < patches:
             continue
         # What is added to a token has its gradient; a matrix product would round differences away.
@@ -158,15 +162,6 @@ def _position(
         if same and len(set(index.tolist())) == patches:
             return name, index
     return None
-
-
-def _candidates(
-    parameters: dict[str, nn.Parameter], gradients: Sequence[Tensor | None], width: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and gradients (n, d) float64 of parameters whose rows are as wide as a token."""
-    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-        if gradient is not None and parameter.shape[-1] == width:
-            yield name, gradient.reshape(-1, width).double()
 
 
 _LEAST = -17.0
@@ -285,25 +280,20 @@ class PatchInversion(DirectAttack):
         patches = solve_patches(
             signals, gradient, columns, spreads, correlation(_centers(layer, model))
         )
-        image = _place_patches(patches.values, layer, mean, model)
+        image = mean.flatten().clone()
+        image[layer.pixels.flatten()] = patches.values.flatten()
+        ends = any(isinstance(part, nn.Linear) for part in victim.head.modules())
         error = _SAFETY * _PIXEL_SPREAD * float(patches.variances.mean().sqrt())
         # Pixels in no patch stay unknown, and the image with them.
         whole = layer.pixels.numel() == math.prod(model.input_shape)
         certain = whole and error <= _DETERMINED and observation.training.sums_gradients
         return Reconstruction(
-            images=denormalize(image, model).clamp(0, 1).float(),
-            labels=_labels(victim, observation),
+            images=denormalize(image.view(mean.shape), model).clamp(0, 1).float(),
+            labels=infer_labels(observation) if ends else None,
             determined=torch.tensor([certain], device=gradient.device),
             loss=patches.unexplained,
             iterations=0,
         )
-
-
-def _place_patches(values: Tensor, layer: PatchLayer, mean: Tensor, model: ModelSpec) -> Tensor:
-    """Places patches (P, m) in an image (1, C, H, W) that is `mean` elsewhere."""
-    flat = mean.flatten().clone()
-    flat[layer.pixels.flatten()] = values.flatten()
-    return flat.view(1, *model.input_shape)
 
 
 def _centers(layer: PatchLayer, model: ModelSpec) -> Tensor:
@@ -312,9 +302,3 @@ def _centers(layer: PatchLayer, model: ModelSpec) -> Tensor:
     place = layer.pixels % (height * width)
     where = torch.stack([(place // width).double() / height, (place % width).double() / width], -1)
     return where.mean(1)
-
-
-def _labels(victim: Classifier, observation: Observation) -> Tensor | None:
-    """Infers the label if the model ends with a linear layer; else None."""
-    ends = any(isinstance(part, nn.Linear) for part in victim.head.modules())
-    return infer_labels(observation) if ends else None
