@@ -6,55 +6,65 @@ points where the example's gradient does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import functional_call
+from torch.func import functional_call, grad, vmap
 
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge, MembershipCandidates
-from fedsim.models.base import normalize
-from fedsim.models.local import mean_gradient_factor
+from fedsim.models.base import Classifier, normalize
+from fedsim.models.local import local_updates, mean_gradient_factor
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Tensors
-from fedsim_attacks.membership._example_gradients import ExampleGradients
 
 _AT_ONCE = 256
+_SHADOW_ENTRIES = 1 << 25
+"""Maximum number of weights that are trained at once."""
 
 
 def require_candidates(knowledge: Knowledge) -> MembershipCandidates:
-    """Returns the candidates that are asked about.
-
-    Raises:
-        AttackFailed: there are none.
-    """
+    """Returns the candidates that are asked about, or raises AttackFailed."""
     if knowledge.candidates is None:
         raise AttackFailed("there are no candidates to ask about (observe.candidates)")
     return knowledge.candidates
 
 
 def weights_after(seen: Observation, update: Tensors) -> Tensors:
-    """Returns the weights that an `update` of the global model leads to.
-
-    The global model is that of `seen`, whose local training says what an update is. Of a gradient
-    (FedSGD) they are those after one step of descent. Weights that the update lacks stay as they
-    are.
-    """
+    """Returns the weights that an `update` of the global model of `seen` leads to."""
     # A gradient is descended at the learning rate; an update is itself the change of weights.
     scale = -seen.training.lr if seen.training.algorithm == "fedsgd" else 1.0
     moved = {name: seen.parameters[name] + scale * change for name, change in update.items()}
     return {**seen.parameters, **moved}
 
 
-def log_odds(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Returns log(p / (1 - p)) (N,) float64, with p the probability of each example's label.
+def chunk_size(seen: Observation) -> int:
+    """Returns how many shadows of `seen`, of as many clients as it has, may train together."""
+    weights = sum(value.numel() for value in seen.parameters.values())
+    return max(1, _SHADOW_ENTRIES // (weights * seen.num_clients))
 
-    Args:
-        seen: Names the model. Batch norm computes with the global buffers.
-        weights: Weights to compute with, by name; others are those that `seen` started from.
-        inputs: (N, ...) pixels or entries on [0, 1].
-        labels: (N,) int64.
-    """
+
+def train_shadows(
+    model: Classifier, seen: Observation, batches: list[tuple[Tensor, Tensor]]
+) -> Tensors:
+    """Returns updates (S, ...) of shadows, as means of n clients with `batches` (S n, B, ...)."""
+    training = seen.training
+    count = len(batches[0][1])
+    start = {n: value.expand(count, *value.shape) for n, value in seen.parameters.items()}
+    # One batch for all steps is drawn once and repeated.
+    repeated = batches * (training.steps // len(batches))
+    updates = local_updates(model, start, seen.buffers, repeated, training)
+    # The first axis is (shadow, client), and a shadow is the mean of its clients.
+    return {
+        n: torch.unflatten(u.detach(), 0, (-1, seen.num_clients)).mean(1)
+        for n, u in updates.items()
+    }
+
+
+def log_odds(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Returns log(p / (1 - p)) (N,) float64, with p the probability of each example's label."""
     model, state = rebuild(seen).eval(), {**seen.buffers, **weights}
     found = []
     with torch.no_grad():
@@ -80,37 +90,93 @@ def losses(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor) 
     return F.softplus(-log_odds(seen, weights, inputs, labels))
 
 
-class UpdateSimilarity:
-    """Compares examples' gradients with any number of updates of one global model.
+LARGEST_EXACT = 1 << 18
+"""Number of parameters up to which gradients are compared entry by entry."""
+SKETCHED = 1 << 17
+"""Longer gradients are compared by so many sums of their entries with random signs."""
+_GRADIENT_ENTRIES = 1 << 26
+"""Maximum number of entries of the gradients that are computed together."""
 
-    Each update has to have all tensors that the update of `seen` has. For updates
-    of more than 262,144 entries, a random sketch estimates products and lengths.
-    """
+
+class ExampleGradients:
+    """Per-example gradients of an observation's model, and vectors to compare them with."""
+
+    # Models above `LARGEST_EXACT` are compared by a count sketch, whose inner products are those of
+    # the entries on average (Charikar, Chen and Farach-Colton, 2002). Batch norm and dropout are as
+    # at evaluation, since an example alone has no batch.
+
+    def __init__(self, observation: Observation, kept: Tensors | None = None) -> None:
+        """Rebuilds the model; `kept` masks the entries that are compared, None: all are."""
+        self._spec = observation.model
+        self._model = rebuild(observation).eval()
+        self._state = {**observation.parameters, **observation.buffers}
+        self._names = list(observation.update)
+        self._mask = None if kept is None else self._flat(kept)
+        self._entries = sum(value.numel() for value in observation.update.values())
+        self._sums: Tensor | None = None
+        if self._entries > LARGEST_EXACT:
+            # The sketch is arbitrary and the same for all that is compared.
+            stream = torch.Generator().manual_seed(0)
+            self._sums = torch.randint(SKETCHED, (self._entries,), generator=stream)
+            self._signs = 2.0 * torch.randint(2, (self._entries,), generator=stream) - 1
+        self._each: Callable[[Tensors, Tensor, Tensor], Tensors] = vmap(
+            grad(self._loss), in_dims=(None, 0, 0)
+        )
+
+    def _loss(self, trained: Tensors, image: Tensor, label: Tensor) -> Tensor:
+        logits = functional_call(self._model, {**self._state, **trained}, (image[None],))
+        return F.cross_entropy(logits, label[None])
+
+    def of(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Returns the gradients (n, k) of each example's loss: k entries, or k sums of a sketch."""
+        # Only what the update names is differentiated; all else is a constant of the model.
+        trained = {name: self._state[name] for name in self._names}
+        # Each example has a gradient as large as the model, so that few are made at a time.
+        size = max(1, min(256, _GRADIENT_ENTRIES // self._entries))
+        found = []
+        for images, classes in zip(
+            torch.split(inputs, size), torch.split(labels, size), strict=True
+        ):
+            each = self._each(trained, normalize(images, self._spec), classes)
+            flat = torch.cat([each[name].flatten(1) for name in self._names], dim=1)
+            found.append(self._compare(flat.detach()))
+        return torch.cat(found)
+
+    def vector(self, update: Tensors) -> Tensor:
+        """Returns an update, with its sign, as a vector (k,) that gradients compare with."""
+        return self._compare(self._flat(update)[None])[0]
+
+    def _flat(self, tensors: Tensors) -> Tensor:
+        return torch.cat([tensors[name].flatten() for name in self._names]).float()
+
+    def _compare(self, flat: Tensor) -> Tensor:
+        if self._mask is not None:
+            flat = flat * self._mask
+        if self._sums is None:
+            return flat
+        # Each entry is added with its sign to one sum. Products of different entries that meet
+        # there have either sign, so that their mean is 0.
+        sketch = torch.zeros(len(flat), SKETCHED)
+        return sketch.index_add_(1, self._sums, flat * self._signs)
+
+
+class UpdateSimilarity:
+    """Compares examples' gradients with any number of updates of one global model."""
 
     def __init__(self, seen: Observation, inputs: Tensor, labels: Tensor) -> None:
-        """Computes the gradients of the examples at the weights that `seen` started from.
-
-        `inputs` and `labels` are as in `log_odds`.
-        """
+        """Computes the examples' gradients at the weights that `seen` started from."""
         self._gradients = ExampleGradients(seen)
         self._rows = self._gradients.of(inputs, labels)
         # An update of weights points against the gradients; a gradient itself does not.
         self._sign = 1.0 if mean_gradient_factor(seen.training) > 0 else -1.0
 
     def inner(self, update: Tensors) -> Tensor:
-        """Returns the inner products (N,) of each example's gradient and the `update`.
-
-        `update` is taken as observed: a change of weights is negated here, a gradient is not. A
-        larger value speaks for membership. It is not divided by learning rate or steps.
-        """
+        """Returns the inner products (N,) of each gradient and the `update` as it was observed."""
+        # A change of weights is negated and a gradient is not, so that more speaks for membership.
         return (self._rows @ (self._sign * self._gradients.vector(update))).double()
 
     def cosine(self, update: Tensors) -> Tensor:
-        """Returns the cosine (N,) of each gradient and the update; 0 for one without length.
-
-        `update` is taken as observed: FedSGD's gradient, or else a change of weights, which is
-        turned around here. So a larger cosine always speaks for membership.
-        """
+        """Returns the cosine (N,) of each gradient and the update; 0 for one without length."""
         norms = self._rows.norm(dim=1) * self._gradients.vector(update).norm()
         cosines: Tensor = self.inner(update) / norms.double().clamp(min=1e-30)
         return cosines

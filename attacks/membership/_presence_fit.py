@@ -2,10 +2,11 @@
 
 An update is about a weighted sum of the gradients g_i of what clients trained on, at the weights
 that were sent, plus what the weights moved meanwhile, plus declared noise. The mean gradient v of
-an update is fitted by `InnerProducts.fit`. An example that is asked about is there with a given
-chance. Members that are not asked about are taken for examples like the public ones, or like
-those asked about where none are granted. How many they are, and how much the weights moved, are
-chosen where v is likeliest.
+an update is modelled as v = Σ a_i g_i + ε. The coefficients a_i are independent with means m_i and
+variances d_i, and ε is normal with variance s in each of P entries. An example that is asked about
+is there with a given chance. Members that are not asked about are taken for examples like the
+public ones, or like those asked about where none are granted. How many they are, and how much the
+weights moved, are chosen where v is likeliest.
 """
 
 from __future__ import annotations
@@ -20,8 +21,65 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.types import Observation, as_pixels
-from fedsim_attacks.membership._example_gradients import ExampleGradients
-from fedsim_attacks.membership._gaussian_fit import GaussianFit, InnerProducts
+from fedsim_attacks.membership._measures import ExampleGradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianFit:
+    """Holds a fit of the model to one vector."""
+
+    scores: Tensor
+    """(n,) z_i = g_i' C_i^-1 x / (g_i' C_i^-1 g_i)^(1/2) of x = v - Σ m_j g_j, where C_i is the
+    covariance of v without the term of i. This is the score test of a_i > m_i. It is 0 where g_i
+    is 0."""
+    precisions: Tensor
+    """(n,) g_i' C_i^-1 g_i, the inverse variance of an estimate of a_i."""
+    log_likelihood: float
+    """Log-likelihood of v, up to a constant that depends on P alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerProducts:
+    """Holds what the model needs to know of the gradients and of the vector."""
+
+    gram: Tensor
+    """(n, n) float64: A, the inner products g_i' g_j of the gradients."""
+    inner: Tensor
+    """(n,) float64: b, the inner products g_i' v of the gradients and the vector."""
+    energy: float
+    """|v|²."""
+    entries: int
+    """P, the number of entries that are compared."""
+
+    def fit(self, mean: Tensor, variance: Tensor, noise: float, *, scored: bool) -> GaussianFit:
+        """Fits means and `variance` > 0 (n,) of the a_i, `noise` s > 0; scores only if `scored`."""
+        # With D = diag(d) and M = I + D^(1/2) A D^(1/2) / s, whose size is n and not P, Woodbury's
+        # identity gives both the likelihood and q = D^(1/2) G C^-1 x.
+        root = variance.sqrt()
+        whitened = root[:, None] * self.gram * root / noise
+        whitened.diagonal().add_(1.0)
+        factor = torch.linalg.cholesky(whitened)
+        towards = torch.mv(self.gram, mean)
+        # D^(1/2) G x / s, which M^-1 takes to q.
+        right = root * (self.inner - towards) / noise
+        solved = torch.cholesky_solve(right[:, None], factor)[:, 0]
+        # |x|² without x, whose size is P.
+        rest = self.energy - 2 * float(mean @ self.inner) + float(mean @ towards)
+        misfit = rest / noise - float(right @ solved)
+        # |C| = s^P |M|, and |M| is the squared product of its Cholesky factor's diagonal.
+        determinant = self.entries * math.log(noise) + 2 * float(factor.diagonal().log().sum())
+        scores = precisions = solved[:0]
+        if scored:
+            inverse = torch.cholesky_inverse(factor).diagonal()
+            # Leaving term i out of C divides by (M^-1)_ii; what is left is 0 for a gradient of 0.
+            spread = inverse * (1 - inverse)
+            scores = torch.where(spread > 1e-12, solved / spread.clamp(min=1e-12).sqrt(), 0.0)
+            # (M^-1)_ii = 1 / (1 + d_i g_i' C_i^-1 g_i), by the same identity.
+            precisions = torch.where(spread > 1e-12, (1 / inverse - 1) / variance, 0.0)
+        return GaussianFit(
+            scores=scores, precisions=precisions, log_likelihood=-(misfit + determinant) / 2
+        )
+
 
 _DRIFTS = (0.02, 0.1, 0.4)
 """Energy of what the weights moved, over that of the gradients' sum, that is tried."""
@@ -70,19 +128,7 @@ def append_public(
 def fit_presence(
     seen: Observation, inputs: Tensor, labels: Tensor, asked: int, chance: float | Tensor = 0.5
 ) -> PresenceFit:
-    """Fits the first `asked` of the examples to one update.
-
-    Args:
-        seen: The update.
-        inputs: (N, ...) pixels or entries of rows; public examples follow those asked about.
-        labels: (N,) int64.
-        asked: Number of examples that are asked about.
-        chance: Probability, below 1, that such an example is part of the update, or (asked,) one of
-            each.
-
-    Raises:
-        AttackFailed: all gradients are 0.
-    """
+    """Fits the first `asked` of the examples, each there with `chance` < 1, to one update."""
     # The defense removed entries of the update, so that they are left out of gradients, too.
     kept = {n: t != 0 for n, t in seen.update.items()} if seen.effect.removed else None
     gradients = ExampleGradients(seen, kept)
@@ -123,21 +169,15 @@ def fit_presence(
 
 
 def _estimate_excess(scores: Tensor) -> float:
-    """Returns the variance of `scores` over 1, which it has where the model holds; at least 1.
-
-    What the weights moved lies along few directions, and scores of examples there are larger.
-    """
+    """Returns the variance of `scores` over 1, which it has where the model holds; at least 1."""
+    # What the weights moved lies along few directions, and scores of examples there are larger.
     # The median, so that the large scores of members do not count as noise.
     return max(1.0, float(scores.abs().median() / 0.6745) ** 2)
 
 
 def _compute_evidence(fit: GaussianFit, weights: _Weights, excess: float) -> Tensor:
-    """Returns log p(v | i takes part) - log p(v | it does not) for each example i.
-
-    The coefficient is normal with moments μ and τ of a member, or else 0. With
-    T = g_i' C_i^-1 (x + m_i g_i) and the precision r, v has the density ratio
-    ∫ N(a; μ, τ) exp(a T - a² r / 2) da. C_i is taken for `excess` times as large as fitted.
-    """
+    """Returns log p(v | i takes part) - log p(v | it does not) for each example i."""
+    # ∫ N(a; μ, τ) exp(a T - a² r / 2) da, with T = g_i' C_i^-1 (x + m_i g_i) and the precision r.
     r, mean, spread = fit.precisions / excess, weights.member, weights.member_spread
     # The score is of x, from which the example's own mean was taken, too.
     towards = fit.scores * (r / excess).sqrt() + weights.mean * r
@@ -147,14 +187,7 @@ def _compute_evidence(fit: GaussianFit, weights: _Weights, excess: float) -> Ten
 
 
 def _expect_weights(seen: Observation, examples: int, others: float, chance: Tensor) -> _Weights:
-    """Returns the moments of coefficients in the mean gradient.
-
-    Args:
-        seen: The update.
-        examples: Number of examples that are asked about, and of public ones behind them.
-        others: Number of members that are not asked about, over that of those that are.
-        chance: (asked,) float64 probability that each example that is asked about is a member.
-    """
+    """Returns moments of coefficients; `others` is over members among the asked, of `chance`."""
     asked, inside = len(chance), float(chance.sum())
     members = inside * (1 + others)
     draws = seen.training.batch_size * seen.training.steps * seen.num_clients
@@ -184,11 +217,8 @@ def _expect_weights(seen: Observation, examples: int, others: float, chance: Ten
 def _scaled(
     products: InnerProducts, weights: _Weights, drift: float, variance: float
 ) -> tuple[InnerProducts, float, float]:
-    """Returns products of the vector over a scale, the noise in its units, and that scale.
-
-    The scale gives the vector the energy that the model expects: clipping, signs and other factors
-    that only a client knows change a length and hardly a direction.
-    """
+    """Returns products of the vector over a scale, the noise in its units, and that scale."""
+    # Clipping, signs and other factors that a client knows change a length, hardly a direction.
     mean = weights.mean
     expected = float(weights.spread @ products.gram.diagonal())
     expected += float(mean @ products.gram @ mean)

@@ -22,16 +22,14 @@ from torch import Tensor
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
-from fedsim.models.local import local_updates
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction, Tensors, as_pixels
 from fedsim_attacks._attack_kinds import DirectAttack
+from fedsim_attacks.membership._measures import chunk_size, train_shadows
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _PRIORS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25)
 """Variances of a share among clients that are tried; of shares of 0 or 1 it is 0.25."""
-_ENTRIES = 1 << 25
-"""Maximum number of weights that are trained at once."""
 
 
 @final
@@ -111,10 +109,6 @@ class _Public:
     """Holds public examples, and the values of which shadows' shares are the means."""
 
     def __init__(self, inputs: Tensor, labels: Tensor, values: Tensor, tilted: bool) -> None:
-        """Stores examples with `values` (N, E): one for each class, or a table's entries.
-
-        `tilted` says that shadows differ in random directions of values, and not in classes.
-        """
         self.inputs, self.labels, self.values, self._tilted = inputs, labels, values, tilted
 
     def draw_chances(self, count: int, rng: torch.Generator) -> Tensor:
@@ -143,11 +137,7 @@ def _as_distribution(shares: Tensor) -> Tensor:
 
 
 def _entries_of(seen: Observation, names: tuple[str, ...]) -> Tensor:
-    """Returns the indices of the entries of the columns `names`.
-
-    Raises:
-        AttackFailed: there is no such column.
-    """
+    """Returns the indices of the entries of the columns `names`."""
     columns = [column.name for column in seen.model.columns]
     if unknown := [name for name in names if name not in columns]:
         raise AttackFailed(f"columns: there is no column {unknown[0]!r} ({', '.join(columns)})")
@@ -157,13 +147,7 @@ def _entries_of(seen: Observation, names: tuple[str, ...]) -> Tensor:
 
 
 def _participation(rounds: list[Observation]) -> tuple[Tensor, list[int]]:
-    """Returns the weight of each client in each round (R, C), and the clients of the last round.
-
-    Clients of the last round are columns of the former.
-
-    Raises:
-        AttackFailed: recordings do not say who took part, or do not tell all clients apart.
-    """
+    """Returns each client's weight in each round (R, C), and the last round's clients."""
     taking_part = [seen.participants or (seen.client,) for seen in rounds]
     if any(len(who) != seen.num_clients for who, seen in zip(taking_part, rounds, strict=True)):
         raise AttackFailed(
@@ -217,11 +201,8 @@ def _of_update(seen: Observation, public: _Public, shadows: int, rng: torch.Gene
 
 
 def _of_clients(part: Tensor, each: list[_Estimate], own: list[int]) -> Tensor:
-    """Returns the shares (n, E) of the clients `own`, whose part in the rounds is (R, C).
-
-    It is their mean given the sums, if clients' shares are normal around a common mean with the
-    variance, of several, under which the sums are likeliest.
-    """
+    """Returns the mean shares (n, E) of the clients `own`, given the sums and who took part."""
+    # Clients' shares are normal around a common mean, with the variance that suits sums best.
     sums = torch.stack([one.unbiased for one in each])
     variances = torch.tensor([one.variance for one in each], dtype=part.dtype)
     # Rounds are weighted by precision; the mean is that of all clients, near enough.
@@ -256,34 +237,25 @@ def _draw_shares(labels: Tensor, classes: int, count: int, rng: torch.Generator)
 def _train(
     seen: Observation, public: _Public, shadows: int, rng: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Returns unit updates (S, P) of shadows, and the shares (S, E) of what they trained on.
-
-    A shadow is the mean of as many clients as the observed one.
-    """
+    """Returns unit updates (S, P) of shadows, and the shares (S, E) of what they trained on."""
     training, model, clients = seen.training, rebuild(seen), seen.num_clients
     distinct = training.steps if training.batches == "different" else 1
     inputs = normalize(public.inputs, seen.model)
     chances = public.draw_chances(shadows * clients, rng)
-    size = sum(value.numel() for value in seen.parameters.values())
     found, shown = [], []
     # A part is a multiple of the clients, so that those of one sum stay together.
-    for part in torch.split(chances, max(1, _ENTRIES // (size * clients)) * clients):
-        batches, drawn = [], []
-        for _ in range(distinct):
-            chosen = torch.multinomial(part, training.batch_size, True, generator=rng)
-            batches.append((inputs[chosen], public.labels[chosen]))
-            drawn.append(chosen)
-        start = {n: value.expand(len(part), *value.shape) for n, value in seen.parameters.items()}
-        made = local_updates(
-            model, start, seen.buffers, batches * (training.steps // distinct), training
-        )
-        # The first axis is (shadow, client), and a shadow is the mean of its clients.
-        sums = {n: torch.unflatten(u.detach(), 0, (-1, clients)).mean(1) for n, u in made.items()}
-        found.append(_direction({n: sums[n] for n in seen.update}, len(part) // clients))
+    for part in torch.split(chances, chunk_size(seen) * clients):
+        drawn = [
+            torch.multinomial(part, training.batch_size, True, generator=rng)
+            for _ in range(distinct)
+        ]
+        batches = [(inputs[chosen], public.labels[chosen]) for chosen in drawn]
+        sums = train_shadows(model, seen, batches)
+        count = len(part) // clients
+        found.append(_direction({n: sums[n] for n in seen.update}, count))
         # Shares of what was drawn and not of what it was drawn from: batches are small, and the
         # update depends on the former.
-        all_drawn = torch.cat(drawn, 1).view(len(part) // clients, -1)
-        shown.append(public.values[all_drawn].mean(1))
+        shown.append(public.values[torch.cat(drawn, 1).view(count, -1)].mean(1))
     return torch.cat(found), torch.cat(shown)
 
 
@@ -295,11 +267,7 @@ def _direction(update: Tensors, count: int = 1) -> Tensor:
 
 
 def _ridge(rows: Tensor, target: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what a ridge regression of `target` (S, E) on `rows` (S, P) says of another row.
-
-    Of several ridges it is the one with the least error on rows that are left out. The second
-    result (S, E) is what is missed of the target of each such row.
-    """
+    """Returns what a ridge regression says of `observed`, and what it misses of rows left out."""
     # In the dual form: the matrix to invert has the size of the shadows, not of the entries.
     gram, inner = rows @ rows.T, rows @ observed
     # Rows of 0 would not be inverted.

@@ -18,20 +18,18 @@ from torch.func import functional_call
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge, MembershipCandidates
 from fedsim.models.base import normalize
-from fedsim.models.local import local_updates
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction, Tensors, as_pixels
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.membership._measures import (
     UpdateSimilarity,
+    chunk_size,
     log_odds,
     odds_of_logits,
     require_candidates,
+    train_shadows,
     weights_after,
 )
-
-_ENTRIES = 1 << 25
-"""Maximum number of weights that are trained at once."""
 
 
 @final
@@ -87,10 +85,7 @@ class ShadowLikelihood(DirectAttack):
     def _ratio(
         self, seen: Observation, candidates: MembershipCandidates, updates: Tensors, coins: Tensor
     ) -> Tensor:
-        """Returns log-likelihood ratios (N,) of one round.
-
-        `updates` are the shadows', (S, ...), and `coins` (S, N) say which candidates each held.
-        """
+        """Returns log-likelihood ratios (N,) of one round, whose shadows held `coins` (S, N)."""
         asked = candidates.inputs, candidates.labels
         if self.measure == "cosine":
             measure = UpdateSimilarity(seen, *asked).cosine
@@ -122,10 +117,7 @@ class _ShadowPool:
             raise AttackFailed("shadows hold public examples, and none are granted (public: test)")
 
     def deal(self, coins: Tensor, clients: int, rng: torch.Generator) -> list[Tensor]:
-        """Returns the examples of each of a sum's `clients`, whose candidates `coins` (N,) say.
-
-        They are indices into `inputs` and `labels`; `coins` is bool.
-        """
+        """Returns indices of examples for each of a sum's `clients` that hold `coins` (N,)."""
         # Who holds a candidate is unknown in a sum, so that each shadow draws it anew.
         owners = torch.randint(clients, (self.candidates,), generator=rng)
         public = len(self.labels) - self.candidates
@@ -143,15 +135,11 @@ def _train(seen: Observation, pool: _ShadowPool, coins: Tensor, rng: torch.Gener
     training, clients = seen.training, seen.num_clients
     if training.sampling != "without_replacement":
         raise AttackFailed(f"shadows draw batches without replacement, and not {training.sampling}")
-    model = rebuild(seen)
-    weights = sum(value.numel() for value in seen.parameters.values())
-    shadows = max(1, _ENTRIES // (weights * clients))
-    # One batch for all steps is drawn once and repeated below.
+    model, normal = rebuild(seen), normalize(pool.inputs, seen.model)
     distinct = training.steps if training.batches == "different" else 1
-    normal = normalize(pool.inputs, seen.model)
     found: list[Tensors] = []
     # Stacked weights take memory for each shadow and client, so that few train together.
-    for part in torch.split(coins, shadows):
+    for part in torch.split(coins, chunk_size(seen)):
         own = [each for row in part for each in pool.deal(row, clients, rng)]
         least = min(map(len, own))
         if least < training.batch_size:
@@ -161,24 +149,12 @@ def _train(seen: Observation, pool: _ShadowPool, coins: Tensor, rng: torch.Gener
             )
         batches = []
         for _ in range(distinct):
+            orders = [torch.randperm(len(each), generator=rng) for each in own]
             chosen = torch.stack(
-                [
-                    each[torch.randperm(len(each), generator=rng)[: training.batch_size]]
-                    for each in own
-                ]
+                [each[o[: training.batch_size]] for each, o in zip(own, orders, strict=True)]
             )
             batches.append((normal[chosen], pool.labels[chosen]))
-        start = {n: value.expand(len(own), *value.shape) for n, value in seen.parameters.items()}
-        updates = local_updates(
-            model, start, seen.buffers, batches * (training.steps // distinct), training
-        )
-        # The first axis is (shadow, client), and a shadow is the mean of its clients.
-        found.append(
-            {
-                n: torch.unflatten(u.detach(), 0, (len(part), clients)).mean(1)
-                for n, u in updates.items()
-            }
-        )
+        found.append(train_shadows(model, seen, batches))
     return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 
 

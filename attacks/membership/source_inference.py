@@ -87,11 +87,7 @@ class SourceInference(DirectAttack):
 
 
 def _score_by_losses(records: SourceRecords) -> Tensor:
-    """Returns the negative mean losses (N, K) of the records under each client's models.
-
-    Raises:
-        AttackFailed: sums were seen, which have no model of a single client.
-    """
+    """Returns the negative mean losses (N, K) of the records under each client's models."""
     if any(len(own) > 1 for own in records.participants):
         raise AttackFailed(
             "a sum has no model of a single client whose loss could be taken; use `evidence: "

@@ -68,11 +68,7 @@ class UpdateMembership(DirectAttack):
 
 
 def _find_shared_part(seen: Observation, asked: Observation) -> float:
-    """Returns the share of the clients asked about, those of `asked`, that are part of `seen`.
-
-    A candidate's score rises by that share on average, and its spread does not, so that this is the
-    weight of `seen` which tells most. It is 1 where recordings do not say who took part.
-    """
+    """Returns the share of the clients asked about, those of `asked`, that are part of `seen`."""
     if not (seen.participants and asked.participants):
         return 1.0
     return len({*seen.participants} & {*asked.participants}) / len(asked.participants)

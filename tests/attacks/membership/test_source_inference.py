@@ -12,8 +12,12 @@ from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge, SourceRecords
 from fedsim.testing import make_observation
 from fedsim.types import LocalTraining, Observation
-from fedsim_attacks.membership._gaussian_fit import InnerProducts
-from fedsim_attacks.membership._presence_fit import _compute_evidence, _estimate_excess, _Weights
+from fedsim_attacks.membership._presence_fit import (
+    InnerProducts,
+    _compute_evidence,
+    _estimate_excess,
+    _Weights,
+)
 from fedsim_attacks.membership.source_inference import SourceInference
 
 HELD = 12

@@ -13,7 +13,7 @@ from fedsim.contracts.grant import Knowledge, MembershipCandidates
 from fedsim.targets.membership import membership_auc
 from fedsim.testing import make_observation
 from fedsim.types import Algorithm, LocalTraining, Observation
-from fedsim_attacks.membership._gaussian_fit import InnerProducts
+from fedsim_attacks.membership._presence_fit import InnerProducts
 from fedsim_attacks.membership.update_membership import UpdateMembership
 
 
