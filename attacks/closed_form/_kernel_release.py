@@ -1,19 +1,17 @@
 """A released kernel regression, read as what it is made of: X̃, α̃ and the labels.
 
 Learner `ntk` releases a model (X̃, α̃), or the predictor that it makes, of which `_quadratic_form`
-recovers it: from nothing else where the rows are few, and given all other rows where X̃ is X. X̃
-are the rows of a client behind truncated Laplace noise, or as they are, and α̃ = (K̃ + λ I)⁻¹ Y, K̃
-being the covariance of a few draws of N(0, K + γ I), or K itself. Nothing protects labels: Y'α̃ =
-Y'(K̃ + λ I)⁻¹ Y is symmetric whatever K̃ is, and of all ways to label the rows only the true one
-makes it so, but for coincidences.
+recovers it. X̃ are the rows of a client behind truncated Laplace noise, or as they are, and α̃ =
+(K̃ + λ I)⁻¹ Y, K̃ being the covariance of a few draws of N(0, K + γ I), or K itself. Nothing protects
+labels: Y'α̃ = Y'(K̃ + λ I)⁻¹ Y is symmetric whatever K̃ is, and of all ways to label the rows only the
+true one makes it so, but for coincidences.
 
 Three things determine the row x that the attacker lacks, of which the posterior mean is estimated.
-It is like the others: a normal distribution of its class's mean and of their covariance, estimated
-as Ledoit and Wolf do (J. Multivariate Anal. 2004). Its noisy version x̃ was released: Laplace noise
-is normal noise whose variance is exponential, so that Gibbs sampling draws x and the variances in
-turn (Park and Casella, The Bayesian Lasso, JASA 2008). And (K̃ + λ I) α̃ = Y holds, from which a
-mixture of the columns tells K(x_j, x) of each other row x_j, up to what sampling K̃ adds: of the
-covariance of a Wishart matrix, and none where α̃ is of K itself.
+It is like the others: a normal distribution of its class's mean and of their covariance (Ledoit and
+Wolf, J. Multivariate Anal. 2004). Its noisy version x̃ was released: Laplace noise is normal noise
+whose variance is exponential, so that Gibbs sampling draws x and the variances in turn (Park and
+Casella, The Bayesian Lasso, JASA 2008). And (K̃ + λ I) α̃ = Y holds, from which a mixture of the
+columns tells K(x_j, x) of each other row x_j, up to what sampling K̃ adds.
 """
 
 from __future__ import annotations
@@ -68,11 +66,7 @@ class KernelModel:
     """Number of clients whose rows these are; each has coefficients of its own."""
 
     def log_density(self, rows: Tensor) -> Tensor:
-        """Computes the log density (m, n) of each released row, given each of `rows` (m, d).
-
-        Entry (i, j) is the density of row j of X̃ if it is row i of `rows` plus noise. Without noise
-        a scale of 1e-6 is assumed.
-        """
+        """Computes the log density (m, n) of each released row, given each of `rows` (m, d)."""
         scale = self.scale or _EXACT
         deviation = (self.rows - rows[:, None]).abs()
         # Normalization of Laplace noise cut off at ±B: 2 b (1 - exp(-B / b)).
@@ -82,10 +76,7 @@ class KernelModel:
         return -deviation.sum(2) / scale - rows.shape[1] * level - _FAR * beyond
 
     def variance(self) -> float:
-        """Computes the variance of the noise on an entry, as if the noise were not truncated.
-
-        Without noise it is 2e-12, that of an assumed scale of 1e-6.
-        """
+        """Computes the variance of the noise on an entry, as if the noise were not truncated."""
         return 2 * (self.scale or _EXACT) ** 2
 
 
@@ -102,14 +93,7 @@ class Matched:
 
 
 def read_model(observation: Observation, known: Tensor) -> KernelModel:
-    """Reads the released model.
-
-    `known` are the m other rows (m, d + c): d features, then c classes one-hot. A predictor x'Qx is
-    the same for x and -x: of the two, the row more like the known ones is taken.
-
-    Raises:
-        AttackFailed: the release does not determine the model, or has an unsupported defense.
-    """
+    """Reads the released model; `known` (m, d + c) are the other rows and their classes."""
     spec = observation.release
     unknown = [] if observation.effect == Effect() else ["the defense of the update"]
     parameters = {"features": {"scale", "bound"}, "kernel": {"samples", "lift"}}
@@ -154,12 +138,9 @@ def read_model(observation: Observation, known: Tensor) -> KernelModel:
 
 
 def symmetric_labels(alpha: Tensor) -> Tensor:
-    """Searches one-hot labels Y (n, c) with which Y'α is as symmetric as possible.
-
-    `alpha` are the coefficients α (n, c). The search starts with each row's largest coefficient. It
-    changes the label that helps most, one at a time. With two classes and many rows it may end with
-    wrong labels, as symmetry is then a single equation.
-    """
+    """Searches one-hot labels Y (n, c) with which Y'α of `alpha` (n, c) is most symmetric."""
+    # Each change of a label is the one that helps most. With two classes and many rows symmetry is
+    # a single equation, and the search may end with wrong labels.
     n, c = alpha.shape
     eye = torch.eye(c, dtype=alpha.dtype)
     labels = alpha.argmax(1)
@@ -182,10 +163,7 @@ def symmetric_labels(alpha: Tensor) -> Tensor:
 
 
 def _last_label(alpha: Tensor, known: Tensor) -> Tensor:
-    """Completes the labels to Y (n, c): the last makes Y'α of (n, c) `alpha` most symmetric.
-
-    `known` are the (n - 1, c) labels of the others.
-    """
+    """Completes labels (n - 1, c) to Y (n, c): the last makes Y'α of `alpha` most symmetric."""
     eye = torch.eye(alpha.shape[1], dtype=alpha.dtype)
     each = alpha[:-1].T @ known + alpha[-1][:, None] * eye[:, None, :]
     gaps = (each - each.transpose(1, 2)).flatten(1).norm(dim=1)
@@ -193,14 +171,7 @@ def _last_label(alpha: Tensor, known: Tensor) -> Tensor:
 
 
 def match_rows(model: KernelModel, others: Tensor, alpha: bool) -> Matched:
-    """Matches each known row with a released row of its own, as is likeliest.
-
-    `others` (m, d + c) are the known rows. If `alpha`, a pair whose labels differ is matched only
-    where no other match is left.
-
-    Raises:
-        AttackFailed: there are not m + 1 released rows.
-    """
+    """Matches each known row (m, d + c) with a released row of its own, as is likeliest."""
     require_one_missing(model, others)
     places, likelihood = best_assignment(log_likelihoods(model, others, alpha))
     unmatched = sorted(set(range(len(model.rows))) - set(places))
@@ -212,11 +183,7 @@ def match_rows(model: KernelModel, others: Tensor, alpha: bool) -> Matched:
 
 
 def require_one_missing(model: KernelModel, others: Tensor) -> None:
-    """Refuses `others` (m, d + c), the known rows, unless m + 1 rows were released.
-
-    Raises:
-        AttackFailed: there are not m + 1 released rows.
-    """
+    """Refuses `others` (m, d + c), the known rows, unless m + 1 rows were released."""
     if len(others) + 1 != len(model.rows):
         raise AttackFailed(
             f"of {number_of(len(model.rows), 'released row')} {len(others)} are known; the attack "
@@ -225,21 +192,14 @@ def require_one_missing(model: KernelModel, others: Tensor) -> None:
 
 
 def log_likelihoods(model: KernelModel, rows: Tensor, alpha: bool) -> Tensor:
-    """Computes the log-likelihood (m, n) that row i of `rows` is behind released row j.
-
-    `rows` (m, d + c) are known ones. If `alpha`, pairs with different labels get a very low value.
-    """
+    """Computes the log-likelihood (m, n) that row i of `rows` is behind released row j."""
     d = model.rows.shape[1]
     density = model.log_density(rows[:, :d])
     return density - _FAR * (1 - rows[:, d:] @ model.labels.T) if alpha else density
 
 
 def best_assignment(likelihoods: Tensor) -> tuple[list[int], float]:
-    """Assigns each of m rows a place of its own, so that the summed log-likelihood is largest.
-
-    `likelihoods` is (m, n), m <= n. Returns the column that each row is assigned, counted from 0,
-    and the sum.
-    """
+    """Assigns each of m rows a column of its own (m, n) and sums; the sum is largest."""
     from scipy.optimize import linear_sum_assignment
 
     rows, places = linear_sum_assignment(likelihoods.numpy(), maximize=True)
@@ -247,11 +207,7 @@ def best_assignment(likelihoods: Tensor) -> tuple[list[int], float]:
 
 
 def known_rows(knowledge: Knowledge) -> Tensor:
-    """Concatenates all rows that `knowledge` grants: (m, d + c), features and one-hot classes.
-
-    Raises:
-        AttackFailed: no rows are granted.
-    """
+    """Concatenates all rows that `knowledge` grants: (m, d + c), features and one-hot classes."""
     if not knowledge.other_rows:
         raise AttackFailed("the other rows are not known: grant knowledge.rows: others")
     return torch.cat(knowledge.other_rows)
@@ -270,11 +226,9 @@ def _decompose_once(form: bytes, kernel: bytes, dimension: int) -> tuple[Tensor,
 
 
 def _rescale(model: KernelModel) -> KernelModel:
-    """Rescales noisy rows: to the expected length, or as the symmetry of Y'α tells.
-
-    With w the squared lengths' inverses, Y' diag(w) α' is symmetric for the α' that belong to rows
-    of length 1: linear equations that determine w up to a factor, if there are enough.
-    """
+    """Rescales noisy rows: to the expected length, or as the symmetry of Y'α tells."""
+    # With w the squared lengths' inverses, Y' diag(w) α' is symmetric for the α' of unit rows:
+    # linear equations that determine w up to a factor, if there are enough.
     (n, d), c = model.rows.shape, model.alpha.shape[1]
     squares = torch.full((n,), 1 + d * model.variance(), dtype=torch.float64)
     # Y'α has c (c - 1) / 2 pairs of entries to compare: fewer do not determine n weights.
@@ -322,10 +276,7 @@ class KernelPosterior:
         return torch.cat([rows[:, :d] / norm, rows[:, d:]], dim=1)
 
     def released_row(self) -> Tensor:
-        """Returns the released row itself and its classes' probabilities: (d + c,).
-
-        With `alpha` these are its one-hot label, else the classes' shares by the prior.
-        """
+        """Returns the released row itself and its classes' probabilities: (d + c,)."""
         return torch.cat([self.matched.model.rows[-1], self._classes()])
 
     def loss(self) -> Tensor:
@@ -333,11 +284,7 @@ class KernelPosterior:
         return -self.matched.model.rows.new_tensor(self.matched.likelihood)
 
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
-        """Estimates the posterior mean of the missing row from `samples` draws made by `rng`.
-
-        The result is (d + c,): d features, scaled down to length 1 if longer, and the classes'
-        probabilities of `released_row`. `maxima` is not used.
-        """
+        """Estimates the posterior mean (d + c,) from `samples` draws; `maxima` is not used."""
         prior = class_prior(self.others, self._dimension, self.learned)
         row = posterior_mean(self.matched, prior, self.alpha, samples, rng)
         return self.scale_rows(torch.cat([row, self._classes()])[None])[0]
@@ -391,17 +338,7 @@ class Equations:
 
 
 def class_prior(others: Tensor, dimension: int, learned: bool) -> ClassPrior:
-    """Makes the prior of the missing row's features.
-
-    If `learned`, it is fitted to the other rows. A class's mean is then drawn towards that of all
-    rows, by how much predicts each row best from the rest. The covariance is that of the errors of
-    these predictions. Otherwise, or of fewer than two rows, the prior prefers no direction.
-
-    Args:
-        others: (m, d + c), the known rows.
-        dimension: number d of features.
-        learned: whether the prior is fitted to `others`.
-    """
+    """Makes the prior of `dimension` features, fitted to `others` (m, d + c) if `learned`."""
     features, labels = others[:, :dimension], others[:, dimension:]
     c = labels.shape[1]
     any_direction = torch.eye(dimension, dtype=torch.float64) / dimension
@@ -411,6 +348,7 @@ def class_prior(others: Tensor, dimension: int, learned: bool) -> ClassPrior:
         return ClassPrior(means=means, covariance=any_direction, shares=shares)
     from sklearn.covariance import ledoit_wolf
 
+    # A class's mean is drawn towards that of all rows, by how much predicts each row best.
     total, sums, counts = features.sum(0), labels.T @ features, labels.sum(0)
     rest = (total - features) / (len(others) - 1)
     residuals = []
@@ -431,12 +369,7 @@ def class_prior(others: Tensor, dimension: int, learned: bool) -> ClassPrior:
 
 
 def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
-    """Derives values K(x_j, x) from α̃, for a missing row x near `row` (d,).
-
-    `matched` is the released model, matched with the known rows x_j. The values follow from the
-    mixture α̃ u of the columns that is 1 at x and has the least error. Returns None if α̃ does not
-    depend on the kernel (no draws), if it is of several clients' rows, or if no row is known.
-    """
+    """Derives values K(x_j, x) from α̃ for x near `row` (d,); None where α̃ tells none."""
     model, (m, d) = matched.model, (len(matched.others), len(row))
     # Coefficients are of one client's rows; without draws α̃ is Y / λ and tells nothing of K.
     if model.clients > 1 or model.draws == 0 or m == 0:
@@ -476,18 +409,7 @@ def posterior_mean(
     samples: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Estimates the missing row's features (d,), the mean of their posterior.
-
-    Of a release without noise, it is the released row itself.
-
-    Args:
-        matched: the released model, matched with the known rows.
-        prior: the distribution of the features before the release.
-        alpha: whether the coefficients, and with them the row's label, are used.
-        samples: number of draws that are averaged, after a fifth as many (at least 20) that are
-            discarded.
-        generator: source of the draws.
-    """
+    """Estimates the missing row's features (d,), the mean of their posterior."""
     model = matched.model
     released = model.rows[-1]
     if not model.scale:
@@ -528,11 +450,8 @@ def posterior_mean(
 
 
 def _inverse_variances(size: Tensor, scale: float, generator: torch.Generator) -> Tensor:
-    """Draws the inverse variances of normal noise from their posterior, given its `size` |e|.
-
-    The posterior is inverse Gaussian of mean 1 / (b |e|) and shape 1 / b² (Michael, Schucany and
-    Haas, The American Statistician 1976).
-    """
+    """Draws the inverse variances of normal noise from their posterior, given its `size` |e|."""
+    # Inverse Gaussian of mean 1 / (b |e|) and shape 1 / b² (Michael, Schucany and Haas, 1976).
     # An error of exactly 0 would have an infinite mean.
     mean = 1 / (scale * size.clamp_min(1e-9 * scale))
     shape = 1 / scale**2
@@ -546,10 +465,7 @@ def _inverse_variances(size: Tensor, scale: float, generator: torch.Generator) -
 
 
 def log_normal(rows: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
-    """Evaluates the log density (n,) of the normal distribution at `rows` (n, d).
-
-    The distribution's `mean` is (d,), and its `covariance` (d, d).
-    """
+    """Evaluates the log density (n,) of the normal distribution at `rows` (n, d)."""
     lower: Tensor = torch.linalg.cholesky(covariance)
     inner: Tensor = torch.linalg.solve_triangular(lower, (rows - mean).T, upper=False)
     level = lower.diagonal().log().sum() + len(mean) / 2 * math.log(2 * math.pi)

@@ -2,17 +2,14 @@
 
 Q_j = sym(A_j S) with A_j = X' diag(α_j) X, a matrix for each class j. With S positive definite A_j
 is the only solution of a Lyapunov equation. All A_j are diagonal in the same rows, so that the rows
-are eigenvectors of one mixture of the A_j over another: simultaneous diagonalization (Leurgans,
-Ross and Abel, A Decomposition for Three-Way Arrays, SIAM J. Matrix Anal. Appl. 1993, after
-Jennrich). It takes independent rows, of which there can be no more than entries in a row, and
-coefficients of which no two rows' are proportional. Of a row the length and the sign remain open:
-s x with α / s² predict the same.
+are eigenvectors of one mixture of the A_j over another (Leurgans, Ross and Abel, A Decomposition
+for Three-Way Arrays, SIAM J. Matrix Anal. Appl. 1993). It takes independent rows, of which there
+can be no more than entries in a row, and coefficients of which no two rows' are proportional. Of a
+row the length and the sign remain open: s x with α / s² predict the same.
 
 Who knows all rows but one, as they are, needs neither: less what the known x_i x_i' span, every A_j
 is a multiple of one matrix, the same part of the missing x x', which Gauss-Newton steps find. That
 takes known rows fewer than x x' has entries that differ, by more than x has.
-
-Symmetric matrices are packed as vectors of their distinct entries, with the same inner products.
 """
 
 from __future__ import annotations
@@ -25,10 +22,7 @@ from fedsim.words import number_of
 
 
 def pack(symmetric: Tensor) -> Tensor:
-    """Packs symmetric matrices (n, k, k) as vectors (n, k (k + 1) / 2), an isometry.
-
-    Vectors hold the upper triangle row by row, with entries off the diagonal times √2.
-    """
+    """Packs symmetric matrices (n, k, k) as vectors (n, k (k + 1) / 2) of the same products."""
     row, column = torch.triu_indices(*symmetric.shape[1:], device=symmetric.device)
     return symmetric[:, row, column] * _weights(row, column, symmetric)
 
@@ -69,19 +63,7 @@ _LARGEST = 10**8
 def decompose_form(
     form: Tensor, kernel: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Decomposes a quadratic predictor into n rows (n, d) and their coefficients (n, c).
-
-    Rows have length 1, arbitrary signs and no particular order. All tensors are float64 and on the
-    CPU.
-
-    Args:
-        form: Q (c, d, d), a symmetric matrix for each class.
-        kernel: S (d, d), symmetric and positive definite.
-        generator: draws mixtures of the classes' matrices.
-
-    Raises:
-        AttackFailed: no rows make such a Q, Q does not tell its rows apart, or S is singular.
-    """
+    """Decomposes Q (c, d, d), by S (d, d), into n unit rows (n, d) and coefficients (n, c)."""
     parts = _unsmooth(form, kernel)
     c, d = parts.shape[:2]
     left_vectors, values, _ = torch.linalg.svd(
@@ -116,15 +98,7 @@ def decompose_form(
 
 
 def complete_rows(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds the one row of a quadratic predictor that is missing in `known` (n - 1, d).
-
-    `form` is Q (c, d, d), a matrix for each class, and `kernel` is S (d, d), both float64.
-    Returns all rows (n, d) and their coefficients (n, c). The missing row is last, with length 1
-    and an arbitrary sign.
-
-    Raises:
-        AttackFailed: not exactly one row is missing, too many rows are known, or S is singular.
-    """
+    """Finds the row missing in `known` (n - 1, d): all rows, that one last, and coefficients."""
     parts = _unsmooth(form, kernel)
     d = parts.shape[1]
     entries = d * (d + 1) // 2

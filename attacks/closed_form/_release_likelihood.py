@@ -61,11 +61,7 @@ class ReleaseLikelihood:
     """(d, d): the covariance of what is added to the coefficients; None if nothing is."""
 
     def log_likelihood(self, rows: Tensor) -> Tensor:
-        """Computes the log-likelihood (k,) of each candidate in `rows` (k, d + 1).
-
-        Rows are float64: d features, then the target, scaled to the norm's bound as clients do. The
-        result is up to a constant. A row of zeros stands for no row at all.
-        """
+        """Computes the log-likelihood (k,) of each of `rows` (k, d + 1), up to a constant."""
         sketch = self.kind == "sketch"
         rows = self.scale * rows if sketch else rows
         factor = torch.linalg.cholesky(self.gram + rows[:, :, None] * rows[:, None, :])
@@ -107,15 +103,7 @@ class ReleaseLikelihood:
 
 
 def release_likelihood(observation: Observation, knowledge: Knowledge) -> ReleaseLikelihood:
-    """Builds the likelihood of the observed release for an attacker who knows all rows but one.
-
-    The release is a sketch or coefficients: `sketch`, `coefficients`, `sketched_coefficients` or
-    `normal_coefficients`. The missing row is taken to be one of client `knowledge.target_client`.
-
-    Raises:
-        AttackFailed: `knowledge` does not grant the others' rows, or a defense does not declare its
-            effect.
-    """
+    """Builds the likelihood of the observed release for an attacker who knows all rows but one."""
     spec = observation.release
     if not knowledge.other_rows:
         raise AttackFailed("the other rows are not known: grant knowledge.rows: others")
@@ -199,11 +187,7 @@ def _clipping_factor(bound: float, square: float) -> float:
 
 
 def _read_noise(observation: Observation) -> tuple[float, float]:
-    """Reads the declared (bound on a client's release, variance of the noise on an entry).
-
-    Raises:
-        AttackFailed: the recording does not say.
-    """
+    """Reads the declared (bound on a client's release, variance of the noise on an entry)."""
     effect = observation.effect
     if not effect.known:
         raise AttackFailed("a defense does not declare its effect: what is likely is not known")

@@ -240,10 +240,7 @@ class _Part:
         return rows
 
     def log_density(self, rows: Tensor, places: Tensor) -> Tensor:
-        """Computes the log density (n,) of `rows` (n, d + 1) in their entries `places`.
-
-        It is up to a constant that all parts share, and -inf for rows of another class.
-        """
+        """Computes the log density (n,) of `rows` (n, d + 1), up to a constant of all parts."""
         deviation = (rows - self.center)[:, places]
         steps = torch.linalg.solve(self.spread, deviation.T)
         density: Tensor = -steps.square().sum(0) / 2 - torch.linalg.slogdet(self.spread).logabsdet
@@ -429,11 +426,7 @@ def _estimates(known: ReleaseLikelihood, expected: Prior) -> Iterator[Tensor]:
 
 
 def _residuals(direction: Tensor, coefficients: Tensor, expected: Prior) -> list[Tensor]:
-    """Lists values that the residual t - f'x may have, given that f is `direction` over it.
-
-    The constant feature tells it. Without one, it is at least what keeps f within its ranges; a
-    target of two classes leaves the roots of ρ² - t ρ + direction'x = 0.
-    """
+    """Lists values that the residual t - f'x may have, given that f is `direction` over it."""
     if expected.low[-2] == 1:
         return [direction[-1]]
     least = direction.abs().max()
