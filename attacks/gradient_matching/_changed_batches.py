@@ -1,12 +1,10 @@
 """What an attacker makes of a batch that a defense changed before the gradient was taken.
 
 Copies of an image are simulated: one candidate is fitted to the gradient of all of its views. What
-was drawn is undone instead, after the inputs of the step were fitted as if they were the images. A
-view that was drawn is found as the one that leaves the smoothest image that looks like the input.
-Mixtures are separated by independent component analysis: edges of photographs are sparse, those of
-their mixtures less so. (Bell and Sejnowski, The "independent components" of natural scenes are edge
-filters, Vision Research 1997; Carlini et al., Is Private Learning Possible with Instance Encoding?,
-S&P 2021, break InstaHide by way of the magnitudes, which signs do not hide.)
+was drawn is undone, after the inputs of the step were fitted as if they were the images: a view as
+the one that leaves the smoothest image, mixtures by independent component analysis, as edges of
+photographs are sparse, and those of mixtures less so (Bell and Sejnowski, The "independent
+components" of natural scenes are edge filters, Vision Research 1997).
 """
 
 from __future__ import annotations
@@ -45,11 +43,7 @@ class ChangedBatch:
 
     @staticmethod
     def read(changes: Sequence[Augmentation | Mixture]) -> ChangedBatch:
-        """Parts `changes`, which are in the order in which they act.
-
-        Where copies are changed by chance, nothing is allowed for: each copy is then an input of
-        its own, and there are more of them than images.
-        """
+        """Parts `changes`, in the order in which they act; allows for none if copies are drawn."""
         copied: list[Augmentation] = []
         left = list(changes)
         # Copies that were made last are functions of a step's inputs, without chance.
@@ -57,6 +51,7 @@ class ChangedBatch:
             copied.insert(0, last)
             left.pop()
         if any(isinstance(change, Augmentation) and change.copies for change in left):
+            # Each copy is then an input of its own, of which there are more than images.
             return ChangedBatch()
         return ChangedBatch(copied=tuple(copied), drawn=tuple(left))
 
@@ -66,11 +61,7 @@ class ChangedBatch:
         return any(isinstance(change, Mixture) and change.signs for change in self.drawn)
 
     def simulate(self, inputs: Tensor, labels: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-        """Returns the inputs and labels of all copies, differentiable in those of one step.
-
-        `inputs` are normalized, and `labels` class numbers or probabilities. All inputs in their
-        first view come first, then all in the second, and so on.
-        """
+        """Returns all copies' inputs and labels, view after view, differentiable in those given."""
         for change in self.copied:
             inputs = torch.cat([apply_view(inputs, view, spec) for view in change.views])
             labels = torch.cat([labels] * len(change.views))
@@ -84,25 +75,14 @@ class ChangedBatch:
         box: tuple[Tensor, Tensor],
         rng: torch.Generator,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the images and labels that were drawn from to make those of one step.
-
-        Labels that are class numbers are returned as they are. A mixture in a step of a single
-        input is not undone. Separated images may leave `box`, and separated probabilities [0, 1].
-
-        Args:
-            inputs: normalized inputs (B, C, H, W) that the gradient was taken of.
-            labels: (B,) int64, or probabilities (B, K).
-            spec: says how images are normalized.
-            box: normalized images of the pixels 0 and 1, (C, 1, 1) each.
-            rng: source of the starts of a separation.
-        """
+        """Returns images and labels that were drawn from, given normalized inputs (B, C, H, W)."""
         # What acted last is undone first.
         for change in reversed(self.drawn):
             if isinstance(change, Augmentation):
                 inputs = undo_view(inputs, change.views, spec, box)
             elif change.signs:
                 inputs = fold_signs(inputs, box)
-            elif len(inputs) > 1:
+            elif len(inputs) > 1:  # a mixture of one input is itself
                 apart = separate(inputs, box, rng).to(inputs.dtype)
                 inputs = torch.einsum("ij,jchw->ichw", apart, inputs)
                 # Probabilities were mixed with the same weights; class numbers cannot be parted.
@@ -116,12 +96,8 @@ def undo_view(
     spec: ModelSpec,
     box: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Returns for each of `inputs` (B, C, H, W) the image that it most likely is a view of.
-
-    Each of the `views` is undone by least squares with total variation, which also fills what the
-    view does not show. The answer is that of the least objective. `spec` and `box` are as in
-    `ChangedBatch.undo`.
-    """
+    """Returns for each of `inputs` (B, C, H, W) the image that it most likely is a view of."""
+    # Least squares with total variation, which also fills what a view does not show.
     best = torch.full((len(inputs),), torch.inf, device=inputs.device)
     answer = inputs.clone()
     for view in views:
@@ -147,28 +123,14 @@ def undo_view(
 
 
 def fold_signs(inputs: Tensor, box: tuple[Tensor, Tensor]) -> Tensor:
-    """Returns `inputs` without their random signs: all entries on the wider side of the range.
-
-    Signs hide on which side of the mean color a pixel is, and not how far. Total variation cannot
-    tell either: it is least if all signs are alike. On the wider side all magnitudes are valid.
-    """
+    """Returns `inputs` without their random signs: all entries on the wider side of the range."""
+    # Signs hide the side of the mean color, and not how far from it. All is valid on the wider one.
     low, high = box
     return inputs.abs() * torch.where(high >= -low, 1.0, -1.0)
 
 
 def separate(inputs: Tensor, box: tuple[Tensor, Tensor], rng: torch.Generator) -> Tensor:
-    """Returns W (B, B) such that W times `inputs`, which are mixtures of B images, is the images.
-
-    Rows of the mixing W^-1 are positive and sum to 1. Of several starts the answer is that of the
-    least Σ_i log mean |edges of image i| - log |det W|, by which images have Laplacian edges of any
-    scale, plus a weight for pixels outside of the `box`. W is float64. Starts favour the order in
-    which image i weighs most in input i, but nothing enforces it.
-
-    Args:
-        inputs: normalized mixtures (B, C, H, W), B > 1.
-        box: normalized images of the pixels 0 and 1, (C, 1, 1) each.
-        rng: source of the starts.
-    """
+    """Returns W (B, B) by which `inputs`, mixtures of B > 1 images, become these, in float64."""
     count = len(inputs)
     pixels = inputs.detach().double()
     # Differences are linear: those of the images are W times those of the inputs.
@@ -199,13 +161,3 @@ def separate(inputs: Tensor, box: tuple[Tensor, Tensor], rng: torch.Generator) -
     objective = objective.detach().nan_to_num(torch.inf)
     best: Tensor = apart.detach()[objective.argmin()]
     return best
-
-
-def widen(box: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns (-size, size): the range of entries in `box` whose signs may be flipped.
-
-    `box` holds the normalized values of the pixels 0 and 1, (C, 1, 1) each. The size is the larger
-    magnitude of both, of the same shape.
-    """
-    size = torch.maximum(-box[0], box[1])
-    return -size, size

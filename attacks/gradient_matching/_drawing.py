@@ -1,15 +1,13 @@
 """Images drawn from what Adam optimizes: pixels, or the weights of an untrained U-Net.
 
-A pyramid adds coarser images to the pixels, so that a descent moves regions, too. Adam gives every
-variable a step of its own size. Over pixels alone, what they have in common, a region's brightness
-or color, is the sum of many small and noisy steps, and group norm makes the update tell little of
-it. As variables of their own, coarse images take steps of full size there.
+A pyramid adds coarser images to the pixels, so that a descent moves regions, too. Over pixels alone
+what they have in common, a region's brightness or color, is the sum of many small and noisy steps.
 
-An untrained U-Net is a prior: what its weights can draw is what counts as an image. Liu et al.,
-Data Reconstruction Attacks and Defenses, Appendix D: residual blocks and skip connections of
+An untrained U-Net is a prior: what its weights can draw is what counts as an image (Ulyanov et al.,
+Deep Image Prior, CVPR 2018). Liu et al., Data Reconstruction Attacks and Defenses, Appendix D:
 PixelCNN++ (Salimans et al., 2017) without its masks, group norm for weight norm, two residual
 blocks at each resolution, self-attention between them at 16x16, and recovered features added into
-every residual block through a linear projection. Ulyanov et al., Deep Image Prior, CVPR 2018.
+every residual block through a linear projection.
 """
 
 from __future__ import annotations
@@ -32,30 +30,23 @@ from fedsim_attacks.gradient_matching._image_priors import valid_range
 
 @final
 class Adam:
-    """Adam over tensors that it changes in place: the kernel of `torch.optim.Adam(fused=True)`.
-
-    An optimizer of torch.optim imports torch's compiler when it is made, which takes each process
-    that attacks seconds. Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015.
-    """
+    """Adam over tensors that it changes in place: the kernel of `torch.optim.Adam(fused=True)`."""
 
     def __init__(
         self, variables: Sequence[Tensor], betas: tuple[float, float] = (0.9, 0.999)
     ) -> None:
-        """Prepares to descend in `variables`, of which all are on one device."""
-        self._variables, self._betas = list(variables), betas
+        # One of torch.optim imports torch's compiler, which takes each process seconds.
+        self.variables, self._betas = list(variables), betas
         self._means = [torch.zeros_like(each) for each in variables]
         self._squares = [torch.zeros_like(each) for each in variables]
         self._counts = [torch.zeros((), device=each.device) for each in variables]
 
     @torch.no_grad()
     def step(self, slopes: Sequence[Tensor], step_size: float) -> None:
-        """Moves the variables against `slopes`, one gradient for each variable.
-
-        `step_size` is Adam's learning rate in this step.
-        """
+        """Moves the variables against `slopes`, one gradient each; `step_size` is Adam's rate."""
         torch._foreach_add_(self._counts, 1)
         torch._fused_adam_(
-            self._variables,
+            self.variables,
             list(slopes),
             self._means,
             self._squares,
@@ -80,12 +71,9 @@ class Pyramid:
     """Adam over images and over coarser ones that are added to them."""
 
     def __init__(self, images: Tensor, *, betas: tuple[float, float]) -> None:
-        """Descends from `images` (N, C, H, W), which it changes in place.
-
-        The coarse ones start at zero: halves of (H, W) while both sides are at least 4, and one
-        pixel an image.
-        """
+        """Descends from `images` (N, C, H, W), which it changes in place."""
         self.images = images
+        # Halves while both sides are at least 4, and one pixel an image; all start at 0.
         height, width = images.shape[2] // 2, images.shape[3] // 2
         sizes = []
         while min(height, width) >= _COARSEST:
@@ -95,10 +83,7 @@ class Pyramid:
         self._optimizer = Adam([images, *self._coarse], betas)
 
     def step(self, slope: Tensor, step_size: float) -> None:
-        """Takes a step of Adam at every resolution, which changes the images in place.
-
-        `slope` (N, C, H, W) is the objective's gradient in the images, and `step_size` is Adam's.
-        """
+        """Takes a step at every resolution against `slope` (N, C, H, W), the images' gradient."""
         before = [level.clone() for level in self._coarse]
         slopes = [slope, *(self._shrink(slope, level) for level in self._coarse)]
         self._optimizer.step(slopes, step_size)
@@ -124,42 +109,22 @@ _DECAY_AT = (3 / 8, 5 / 8, 7 / 8)
 
 
 def half_cosine(done: float, final: float = 0.0) -> float:
-    """Computes a factor that falls from 1 at `done` = 0 to `final` at `done` = 1, along a cosine.
-
-    `done` and `final` are in [0, 1]; the curve is flat at both ends.
-
-    Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017, equation
-    5, without restarts.
-    """
+    """Computes a factor that falls from 1 to `final` along a cosine, as `done` goes from 0 to 1."""
+    # Loshchilov and Hutter, SGDR, ICLR 2017, equation 5, without restarts.
     return final + (1 - final) * (0.5 + 0.5 * math.cos(math.pi * done))
 
 
 def stepped(done: float) -> float:
-    """Computes a factor that is 1 at first and falls to a tenth at 3/8, 5/8 and 7/8 each.
-
-    `done` in [0, 1] is the share of the iterations that are done.
-    """
+    """Computes a factor that falls to a tenth as `done` in [0, 1] passes 3/8, 5/8 and 7/8 each."""
     return 0.1 ** sum(done >= at for at in _DECAY_AT)
 
 
 def decayed_step(step_size: float, done: int, iterations: int) -> float:
-    """Divides `step_size` by 10 at 3/8, again at 5/8 and again at 7/8 of all `iterations`.
-
-    `done` is the number of iterations made so far.
-    """
+    """Divides `step_size` by 10 as `done` passes 3/8, 5/8 and 7/8 of all `iterations` each."""
     for share in _DECAY_AT:
         if done >= int(iterations * share):
             step_size *= 0.1
     return step_size
-
-
-def decayed(optimizer: torch.optim.Adam, iterations: int) -> torch.optim.lr_scheduler.MultiStepLR:
-    """Makes a schedule that divides the step size of `optimizer` by 10, three times.
-
-    That happens at 3/8, 5/8 and 7/8 of `iterations`.
-    """
-    milestones = [int(iterations * fraction) for fraction in _DECAY_AT]
-    return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.1)
 
 
 _GROUPS = 8
@@ -173,20 +138,12 @@ _NOISE = 0.1
 
 
 class UNet(nn.Module):
-    """Draws N images (C, H, W) from a fixed random input, and from features if there are any.
-
-    Resolutions are halved from (H, W) for as long as both are even and stay at 4 or more: 32, 16,
-    8, 4 for images of 32x32. The first has `width` channels, the others twice as many.
-    """
+    """Draws N images (C, H, W) from a fixed random input, and from features if there are any."""
 
     start: Tensor
 
     def __init__(self, count: int, shape: tuple[int, ...], features: int, width: int) -> None:
-        """Draws weights and input from torch's global stream.
-
-        `count` is N, and `shape` is (C, H, W). `features` is the number of entries of an image's
-        features, 0 without any, and `width` a multiple of 8.
-        """
+        """Draws weights and input from torch's global stream; `features` is 0 without any."""
         super().__init__()
         channels, height, columns = shape
         levels = resolutions(height, columns)
@@ -226,10 +183,7 @@ class UNet(nn.Module):
 
 
 def resolutions(height: int, width: int) -> int:
-    """Counts the resolutions of images of `height` and `width`.
-
-    Each halves the one before, while both sizes are even and >= 4.
-    """
+    """Counts resolutions: each halves the one before, while both sides are even and stay >= 4."""
     levels = 1
     while _halves(height, levels) and _halves(width, levels):
         levels += 1
@@ -306,11 +260,7 @@ _COPYING = 100
 
 @dataclass(frozen=True, kw_only=True)
 class DrawingSettings:
-    """Variables that are optimized, and the steps that Adam takes in them.
-
-    `canvas` is `unet`, `pixel` or `pyramid` (pixels and coarser images that are added to them).
-    `decay` is `steps` (divided by 10 at 3/8, 5/8 and 7/8) or `cosine` (to 0.005 of it).
-    """
+    """Variables that are optimized, and the steps that Adam takes in them."""
 
     canvas: Canvas
     iterations: int
@@ -337,17 +287,7 @@ class Drawing:
         rng: torch.Generator,
         device: torch.device,
     ) -> None:
-        """Starts at random pixels, or at a U-Net of random weights.
-
-        Args:
-            settings: variables and steps.
-            count: number of images N.
-            spec: the victim's model, for the images' shape and normalization.
-            features: (N, d) that the U-Net is given; None if there are none.
-            seed: seed of the U-Net's weights and input.
-            rng: source of the first pixels, on the CPU.
-            device: where the images lie.
-        """
+        """Starts at pixels that `rng` draws on the CPU, or at a U-Net of weights by `seed`."""
         self._spec, self._features = spec, features
         self.box = valid_range(spec, torch.zeros((), device=device))
         """Normalized images (C, 1, 1) of the pixels 0 and 1."""
@@ -382,10 +322,7 @@ class Drawing:
             return normalize(self._network(self._features), self._spec)
 
     def copy(self, images: Tensor) -> None:
-        """Trains the U-Net for 100 steps to draw normalized `images` (N, C, H, W).
-
-        The drawing's `canvas` has to be `unet`.
-        """
+        """Trains the U-Net for 100 steps to draw normalized `images` (N, C, H, W)."""
         optimizer = self._make_optimizer(_RATES["unet"])
         for _ in range(_COPYING):
             drawn = self.draw()
@@ -398,10 +335,7 @@ class Drawing:
         return torch.optim.Adam(self._variables, lr=rate, fused=True)
 
     def step(self, drawn: Tensor, slope: Tensor) -> None:
-        """Takes a step of Adam in the pixels or weights; pixels stay in their valid range.
-
-        `slope` is the objective's gradient in the images `drawn`, both (N, C, H, W).
-        """
+        """Takes a step against `slope`, the gradient in the images `drawn`; pixels stay valid."""
         done = self._done / self._settings.iterations
         fall = half_cosine(done, _FINAL) if self._settings.decay == "cosine" else stepped(done)
         self._done += 1

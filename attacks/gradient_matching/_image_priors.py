@@ -1,16 +1,13 @@
 """What candidates are held to beside the update: variation, contrast, features and statistics.
 
-Contrast: a first convolution without bias in front of group norm gives the same outputs for an
-image and for a multiple of it, and so the same gradient. An image's contrast about the mean color
-that pixels are normalized by cannot be seen in any update. Behind any other group norm it is hard
-to see, so that total variation takes it away where noise asks for much of that. But photographs are
-exposed: the largest multiple of which all pixels are valid is the image itself for most of them
-(for three quarters of 2,000 of CIFAR-10). Where an image is mostly guessed, less contrast is nearer
-to the truth.
+Contrast: behind a first convolution without bias and group norm, multiples of an image have the
+same gradient, and behind any other group norm nearly so: total variation then takes contrast away.
+But photographs are exposed: the largest multiple of which all pixels are valid is the image itself
+for most of them (for three quarters of 2,000 of CIFAR-10). Where an image is mostly guessed, less
+contrast is nearer to the truth.
 
 Features: Liu et al., Data Reconstruction Attacks and Defenses, equation 2. Batch norm's statistics:
-Yin et al., See through Gradients: Image Batch Recovery via GradInversion, CVPR 2021, equation 9;
-the threat model says which ones (`knowledge.bn`).
+Yin et al., See through Gradients: Image Batch Recovery via GradInversion, CVPR 2021, equation 9.
 """
 
 from __future__ import annotations
@@ -40,10 +37,7 @@ _COLOR = 3.0
 
 
 def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the mean absolute difference of neighbouring pixels (0-d), down plus across.
-
-    Returns also its gradient in `images` (N, C, H, W).
-    """
+    """Computes the mean absolute difference of neighbours (0-d), and its gradient in `images`."""
     slope = torch.zeros_like(images)
     for difference, later, earlier in (
         (images[:, :, 1:] - images[:, :, :-1], slope[:, :, 1:], slope[:, :, :-1]),
@@ -57,11 +51,7 @@ def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chromatic_variation(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the mean absolute difference of neighbours (0-d), with color counted three times.
-
-    Returns also its gradient in `images` (N, 3, H, W). Images of other numbers of channels get
-    `total_variation`.
-    """
+    """Computes `total_variation` with color counted three times, for three channels."""
     if images.shape[1] != len(_OPPONENTS):
         return total_variation(images)
     directions = images.new_tensor(_OPPONENTS)
@@ -78,14 +68,8 @@ _TINY = 1e-8
 
 
 def opponent_variation(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the mean length of the step to the next pixel, over channels and their differences.
-
-    The length is sqrt(vertical² + horizontal²) at each pixel of each map. Maps are the channels of
-    `images` (N, C, H, W) and the differences of any two of them (double opponents: red - green,
-    red - blue, green - blue); beyond the last row and column there is 0. Returns its gradient in
-    the images, too. Values as in the public suite breaching's `modern` attack
-    (github.com/JonasGeiping/breaching, TotalVariation with inner_exp 2, outer_exp 0.5).
-    """
+    """Computes the mean step to the next pixel of channels and their differences, and its slope."""
+    # As in breaching's `modern` attack: TotalVariation with inner_exp 2, outer_exp 0.5.
     pairs = list(combinations(range(images.shape[1]), 2))
     mixing = torch.eye(images.shape[1], dtype=images.dtype, device=images.device)
     mixing = torch.cat([mixing, *(mixing[a : a + 1] - mixing[b : b + 1] for a, b in pairs)])
@@ -110,8 +94,7 @@ VARIATIONS: dict[str, Variation] = {
     "chromatic": chromatic_variation,
     "opponents": opponent_variation,
 }
-"""Variations by the names that attacks' parameters have for them: `absolute`, `chromatic` and
-`opponents`."""
+"""Variations by the names that attacks' parameters have for them."""
 
 
 _VALID = 0.999
@@ -124,10 +107,7 @@ factor of 1 gains 0.1 dB on batches of 4 and 8, and costs on batches of 2, which
 
 
 def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the normalized values of 0 and of 1, each (C, 1, 1) for images, (D,) for table rows.
-
-    They have the dtype and device of `like`.
-    """
+    """Returns normalized 0 and 1: each (C, 1, 1) for images, (D,) for rows; typed as `like` is."""
     first, *inner = spec.input_shape
     single = [1] * len(inner)
     ends = torch.tensor([0.0, 1.0], dtype=like.dtype, device=like.device).view(2, 1, *single)
@@ -136,11 +116,7 @@ def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exposure_factors(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
-    """Computes factors (N, 1, 1, 1) that stretch `images` (N, C, H, W) until they fill `box`.
-
-    `box` holds the normalized values of the pixels 0 and 1 (`valid_range`). One entry in a thousand
-    of an image may end up outside. The factors are multiplied by `contrast`, in [0, 1].
-    """
+    """Computes factors (N, 1, 1, 1) by which `images` fill `box`, times `contrast` in [0, 1]."""
     low, high = box
     # `low` is negative, `high` positive: each pixel's share of the way to the end that it faces.
     share = torch.maximum(images / low, images / high).flatten(1).quantile(_VALID, dim=1)
@@ -148,20 +124,13 @@ def exposure_factors(images: Tensor, box: tuple[Tensor, Tensor], contrast: float
 
 
 def expose(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
-    """Multiplies normalized `images` (N, C, H, W) by the factors that make them fill `box`.
-
-    `box` is what `valid_range` returns; `contrast`, in [0, 1], multiplies the factors. One entry in
-    a thousand may lie outside of `box`: the result is not clamped.
-    """
+    """Multiplies normalized `images` (N, C, H, W) by the factors that make them fill `box`."""
     return exposure_factors(images, box, contrast) * images
 
 
 def trusted_contrast(noise: float) -> float:
-    """Computes the contrast, in [0, 1], at which images are expected to be nearest to the truth.
-
-    `noise` is the share of noise in the first stage's gradient, in [0, 1]. An estimate whose
-    correlation with the truth is c is nearest to it at contrast c.
-    """
+    """Computes the contrast nearest to the truth, for a share of `noise` in the first gradient."""
+    # An estimate whose correlation with the truth is c is nearest to it at contrast c.
     clear = _INFORMED * max(0.0, 1 - noise)
     return math.sqrt(clear / (noise + clear))
 
@@ -177,11 +146,7 @@ class KnownFeatures(NamedTuple):
     """(N,): weight of each image's misfit; or one weight for all."""
 
     def misfit(self, features: Tensor) -> Tensor:
-        """Computes the mean over images (0-d) of 1 - cos² or |x - f|² / |f|², as `measure` says.
-
-        x is an image's row of `features` (N, d), and f its known features. An image's value is
-        multiplied by its `trust`, and the sum divided by N.
-        """
+        """Computes the mean over images (0-d) of 1 - cos² or |x - f|² / |f|², times their trust."""
         if self.measure == "squared_cosine":
             away = 1 - F.cosine_similarity(features, self.values).square()
         else:
@@ -191,12 +156,7 @@ class KnownFeatures(NamedTuple):
 
 @final
 class ForwardPrior:
-    """α_f R_feature + α_BN R_BN of candidate images, by one pass through the body.
-
-    R_feature is the misfit of known features. R_BN is the distance of each batch norm's input
-    statistics from granted ones. α_f and α_BN are their weights. A call with normalized images
-    (N, C, H, W) returns the value (0-d) and its gradient in them.
-    """
+    """α_f R_feature + α_BN R_BN (0-d) of images, and its gradient, by one pass through the body."""
 
     def __init__(
         self,
@@ -207,11 +167,7 @@ class ForwardPrior:
         feature_weight: float = 1.0,
         batch_norm: float = 0.0,
     ) -> None:
-        """Reads the granted statistics; the prior is zero without them and without features.
-
-        `feature_weight` is α_f, and `batch_norm` is α_BN: at 0 no statistics are read. Images are
-        held to `features`; None: to none.
-        """
+        """Takes α_f, `feature_weight`, and α_BN, `batch_norm`: at 0 no statistics are read."""
         self._features, self._feature_weight = features, feature_weight
         self._statistics = _statistics(observation, knowledge) if batch_norm else {}
         self._batch_norm = batch_norm

@@ -2,7 +2,9 @@
 
 The candidates go through the very function that the client ran (`fedsim.models.local`), so that at
 the true images and labels the recomputed update is the observed one, for one gradient as for
-several local steps, for one client as for the mean of many.
+several local steps, for one client as for the mean of many. What a model draws while it trains is
+fitted like the images. Of a tensor that a defense made orthogonal to the gradient and as long, two
+numbers are compared: its norm, and the inner product of 0.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
@@ -26,9 +29,8 @@ from fedsim.types import Effect, LocalTraining, Observation, Tensors
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
 from fedsim_attacks.fast_autograd._smooth_slopes import smooth
 from fedsim_attacks.fast_autograd._tape import Tape, pays
-from fedsim_attacks.gradient_matching._changed_batches import ChangedBatch, widen
+from fedsim_attacks.gradient_matching._changed_batches import ChangedBatch
 from fedsim_attacks.gradient_matching._image_priors import valid_range
-from fedsim_attacks.gradient_matching._learned_defenses import GivenDraws, orthogonal_distance
 from fedsim_attacks.labels.label_inference import infer_labels
 
 
@@ -79,19 +81,15 @@ class MatchedUpdate:
     """|t|² of the entries that are zero in every recomputed update and left out (0-d)."""
 
 
-Distance = Callable[[Sequence[Tensor], MatchedUpdate], tuple[Tensor, list[Tensor], Tensor]]
-"""Function from (update, target) to (distance (0-d), direction, scale (0-d)). The derivative of the
-distance in the update is scale * direction, in closed form: autograd would keep a graph of it."""
+DistanceValue = tuple[Tensor, list[Tensor], Tensor]
+"""(distance (0-d), direction, scale (0-d)): the derivative of the distance in the update is scale *
+direction, in closed form, as autograd would keep a graph of it."""
+Distance = Callable[[Sequence[Tensor], MatchedUpdate], DistanceValue]
+"""Function from a recomputed update u and the target t to their `DistanceValue`."""
 
 
-def cosine_distance(
-    update: Sequence[Tensor], target: MatchedUpdate
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Computes 1 - <u, t> / (|u| |t|) of `update` u and `target` t over all parameters.
-
-    It is equation 4 of Geiping et al. 2020. Returns the distance (0-d), a direction (a tensor for
-    each of `update`) and a scale (0-d). The derivative in the update is scale times direction.
-    """
+def cosine_distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
+    """Computes 1 - <u, t> / (|u| |t|) over all parameters (equation 4 of Geiping et al. 2020)."""
     product, square = inner_product(update, target.tensors), inner_product(update, update)
     # An update of 0 has no direction: its distance is 1, and not undefined.
     square = square.clamp_min(torch.finfo(square.dtype).tiny)
@@ -103,29 +101,16 @@ def cosine_distance(
     return 1 - similarity, direction, -1 / norms
 
 
-def squared_distance(
-    update: Sequence[Tensor], target: MatchedUpdate
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Computes |u - t|² / |t|² of `update` u and `target` t over all parameters.
-
-    It is equation 4 of Zhu et al. 2019 in units of |t|². The three values returned are those of
-    `cosine_distance`: distance, direction and scale.
-    """
+def squared_distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
+    """Computes |u - t|² / |t|² over all parameters (equation 4 of Zhu et al. 2019, relative)."""
     direction = [u - t for u, t in zip(update, target.tensors, strict=True)]
     distance = (inner_product(direction, direction) + target.outside) / target.square
     return distance, direction, 2 / target.square
 
 
-def gaussian_distance(
-    update: Sequence[Tensor], target: MatchedUpdate
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Averages 1 - exp(-|u_l - t_l|² / σ_l²) over the tensors u_l of `update`, t_l of `target`.
-
-    Tensor l, counted from 1, has weight 1 / l, and σ_l² is |t_l|². Wang et al., SAPAG: A
-    Self-Adaptive Privacy Attack From Gradients, 2020, whose σ_l² is the variance of a single entry:
-    there the kernel is flat wherever an attack starts. The three values returned are those of
-    `cosine_distance`: distance, direction and scale.
-    """
+def gaussian_distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
+    """Averages 1 - exp(-|u_l - t_l|² / |t_l|²) over tensors l = 1, 2, ..., with weights 1 / l."""
+    # Wang et al., SAPAG, 2020, with variances of an entry: kernels flat wherever an attack starts.
     total = sum(1 / (place + 1) for place in range(len(update)))
     losses, direction = [], []
     for place, (u, t) in enumerate(zip(update, target.tensors, strict=True)):
@@ -138,18 +123,10 @@ def gaussian_distance(
 
 
 def negative_log_likelihood(variance: float, pixels: int, scaled: bool) -> Distance:
-    """Makes a distance |c u - t|² / (2 `variance` `pixels`) of update u and target t.
+    """Makes a distance |c u - t|² / (2 `variance` `pixels`): c is 1, or likeliest if `scaled`."""
 
-    It is -log p(t | u) per pixel, up to a constant, of normal noise of that variance in each entry
-    of t. `pixels` counts the entries of all images behind the update: their number times C H W.
-    c is 1; where the update was `scaled` by an unknown factor, c >= 0 is the likeliest one.
-    Balunović et al., Bayesian Framework for Gradient Leakage, ICLR 2022. The result is called as
-    `cosine_distance` is, and returns the same three values.
-    """
-
-    def distance(
-        update: Sequence[Tensor], target: MatchedUpdate
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
+    def distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
+        # -log p(t | u) per pixel of normal noise (Balunović et al., ICLR 2022), up to a constant.
         factor = target.square.new_ones(())
         if scaled:
             square = inner_product(update, update).clamp_min(torch.finfo(factor.dtype).tiny)
@@ -163,22 +140,15 @@ def negative_log_likelihood(variance: float, pixels: int, scaled: bool) -> Dista
 
 
 def reweighted_cosine(weights: Sequence[float], *, summed: bool = False) -> Distance:
-    """Makes a distance that averages 1 - cos(u_i, t_i) over the update's tensors u_i, weighted.
+    """Makes a distance that averages 1 - cos(u_i, t_i) over tensors, or sums them, if `summed`."""
 
-    The distance is Σ_i w_i (1 - cos(u_i, t_i)), divided by Σ_i w_i unless `summed`. Liu et al.,
-    Appendix D, sum, and take as w_i a tensor's number of non-zero parameters. Where all such
-    `weights` are 0, numbers of entries take their place. A tensor whose observed gradient is only
-    rounding, as of a bias before batch norm, is left out. `weights` are in the order of the
-    tensors. The result is called as `cosine_distance` is, and returns the same three values.
-    """
-
-    def distance(
-        update: Sequence[Tensor], target: MatchedUpdate
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
+    def distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
         losses, direction = [], []
+        # Only rounding is left of some gradients, as of a bias before batch norm.
         told = [t.square().sum() > _ROUNDING * target.square for t in target.tensors]
         counted = torch.stack([weight * each for weight, each in zip(weights, told, strict=True)])
         sizes = [t.numel() * each for t, each in zip(target.tensors, told, strict=True)]
+        # Where all weights are 0, numbers of entries take their place.
         counted = torch.where(counted.sum() > 0, counted, torch.stack(sizes))
         total = counted.new_ones(()) if summed else counted.sum()
         for weight, u, t in zip(counted, update, target.tensors, strict=True):
@@ -216,19 +186,67 @@ def _flat(tensor: Tensor) -> Tensor:
     return (tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor).flatten()
 
 
+_DRAWS = {torch.randn, torch.randn_like}
+"""Functions whose results are fitted; whatever else a model draws stays random."""
+
+
+@final
+class GivenDraws(TorchFunctionMode):
+    """Lets a model take `given` tensors for the normal values that it draws, in their order."""
+
+    def __init__(self, given: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._left = list(given)
+        self.taken: list[Tensor] = []
+        """All tensors that were drawn, given or random, in order."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Calls `function`, or answers in its place if it draws."""
+        if function not in _DRAWS:
+            return function(*args, **(kwargs or {}))
+        # In order, so that a draw is the same variable in each recomputation.
+        drawn: Tensor = self._left.pop(0) if self._left else function(*args, **(kwargs or {}))
+        self.taken.append(drawn)
+        return drawn
+
+
+def orthogonal_distance(
+    update: Sequence[Tensor], target: Sequence[Tensor], norms: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Averages ln²(|u| / |t|) + d cos²(u, t) over tensors of d entries; returns its slopes, too."""
+    losses, slopes = [], []
+    for u, t, norm in zip(update, target, norms, strict=True):
+        if u.numel() < 2 or not norm:
+            # A slope of zero, so that slopes stay in the places of their tensors.
+            slopes.append(torch.zeros_like(u))
+            continue
+        # d cos² is 1 on average for a random u.
+        size = u.norm().clamp_min(torch.finfo(u.dtype).tiny)
+        longer, cosine = (size / norm).log(), (u * t).sum() / (size * norm)
+        losses.append(longer.square() + u.numel() * cosine.square())
+        # ∂ ln|u| / ∂u = u / |u|²; ∂cos/∂u = t / (|u| |t|) - u cos / |u|².
+        along = u / size.square()
+        slope = 2 * longer * along
+        slopes.append(slope + 2 * u.numel() * cosine * (t / (size * norm) - cosine * along))
+    count = max(len(losses), 1)
+    total = torch.stack(losses).sum() if losses else update[0].new_zeros(())
+    return total / count, [slope / count for slope in slopes]
+
+
 ComparedTensors = Literal["all", "body"]
-"""Tensors of an update that are compared: `all`, or those of the `body`, which are all but the
-classifier's head (parameters not called `head.…`). A planted head has nearly all of the update's
-energy, and what images do to the rest is hardly seen in a distance over all of it."""
+"""Tensors of an update that are compared: `all`, or those of the `body`, all but the head's: a
+planted head has nearly all of the energy."""
 
 
 Effects = Literal["ignored", "simulated"]
-"""Treatments of what a defense changed. `ignored` takes the update for one of the images alone.
-
-`simulated` does as the defense does: it zeroes and truncates the recomputed update, fits all copies
-as one image, and makes a model's random draws variables beside the images. Orthogonal updates are
-compared by their norms, and by an inner product of zero. Drawn views and mixtures are undone at
-the end."""
+"""Treatments of what a defense changed. `ignored` takes the update for one of the images alone;
+`simulated` does as the defense does, and undoes drawn views and mixtures at the end."""
 
 
 @final
@@ -244,21 +262,7 @@ class Matching:
         tensors: ComparedTensors = "all",
         effects: Effects = "ignored",
     ) -> None:
-        """Prepares the observed update for comparison.
-
-        Args:
-            observation: What the server saw.
-            dtype: Precision of the computation.
-            calls: Expected number of calls of `differentiate`; many calls pay for a recording.
-            width: Width of the jumps of slopes (`_smooth_slopes`); 0 leaves them as they are.
-            tensors: Tensors of the update that are compared: `all`, or `body`, which are all but
-                those called `head.…`.
-            effects: Treatment of what a defense changed: it is `ignored`, or `simulated` on the
-                recomputed update.
-
-        Raises:
-            AttackFailed: `tensors` is `body`, and the model has none, or its update is zero.
-        """
+        """Prepares for so many `calls` of `differentiate`; `width` is that of slopes' jumps."""
         self._observation = observation
         self._simulated = observation.effect if effects == "simulated" else Effect()
         self.changed = ChangedBatch.read(self._simulated.batch)
@@ -296,7 +300,8 @@ class Matching:
             self._groups = 1  # the mean of the clients' gradients is that of the pooled batch's
         self.box = valid_range(observation.model, self._target.square)
         """Normalized images of the pixels 0 and 1, (C, 1, 1) each."""
-        self.range = widen(self.box) if self.changed.signed else self.box
+        size = torch.maximum(-self.box[0], self.box[1])
+        self.range = (-size, size) if self.changed.signed else self.box
         """Bounds on the entries of a step's inputs, (C, 1, 1) each."""
 
     @property
@@ -335,10 +340,7 @@ class Matching:
         )
 
     def candidate(self, images: Tensor, labels: Tensor | None, logits: Tensor | None) -> Candidate:
-        """Makes a candidate of normalized `images` (N, C, H, W) with hard or soft labels.
-
-        Pass either `labels` (N,) or the `logits` (N, K) of soft labels, and None for the other.
-        """
+        """Makes a candidate with `labels` (N,), or else the `logits` (N, K) of soft ones."""
         return Candidate(
             images.detach().to(self._dtype, copy=True).requires_grad_(),
             labels,
@@ -348,10 +350,7 @@ class Matching:
     def random_candidate(
         self, labels: Tensor | None, rng: torch.Generator, std: float = 1.0
     ) -> Candidate:
-        """Makes a candidate of normalized images drawn from N(0, `std`²).
-
-        If `labels` is None, logits of soft labels are drawn from N(0, 1).
-        """
+        """Draws normalized images from N(0, `std`²); logits from N(0, 1) if `labels` is None."""
         count, model = self._observation.num_images, self._observation.model
         images = std * torch.randn(count, *model.input_shape, generator=rng).to(self.device)
         logits = None
@@ -367,16 +366,7 @@ class Matching:
         return replace(candidate, drawn=drawn)
 
     def update(self, images: Tensor, labels: Tensor, *, create_graph: bool = True) -> list[Tensor]:
-        """Computes the update that clients with these `images` would have sent.
-
-        It holds the compared tensors, in the order of the model's parameters.
-
-        Args:
-            images: normalized images: those of the first client's first step, then of its second
-                step, and so on, client by client.
-            labels: (N,) int64, or probabilities (N, K).
-            create_graph: whether the result is differentiable in `images` and in probabilities.
-        """
+        """Computes the compared tensors that clients with `images`, one by one, would send."""
         direction = self._direction if create_graph else self._detach
         updates = [
             self._bound_update(
@@ -433,10 +423,7 @@ class Matching:
         return loss, *(slope.mul_(scale).contiguous() for slope in slopes)
 
     def _bound_update(self, update: Tensors) -> Tensors:
-        """Clips and cuts a client's recomputed update as its defenses did, in their order.
-
-        No slope follows from an entry that is cut.
-        """
+        """Clips and cuts a client's recomputed update as its defenses did, in their order."""
         effect = self._simulated
         cut, norm = effect.truncated, effect.bound if effect.scaled else None
         if cut is None:
@@ -454,13 +441,7 @@ class Matching:
     def undo_changes(
         self, inputs: Tensor, labels: Tensor, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Returns the images and labels whose batches a defense changed into those of the steps.
-
-        Args:
-            inputs: normalized inputs (N, C, H, W) of all steps and clients.
-            labels: (N,) int64, or probabilities (N, K).
-            rng: source of the starts of a separation.
-        """
+        """Returns images and labels whose batches a defense changed into `inputs` of all steps."""
         if not self.changed.drawn:
             return inputs, labels
         size, spec = self._training.batch_size, self._observation.model
@@ -488,11 +469,7 @@ class Matching:
 
 
 def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | None:
-    """Returns labels (N,) int64, true or inferred as `knowledge` grants; None without a grant.
-
-    Raises:
-        AttackFailed: labels have to be inferred, and `infer_labels` raises it.
-    """
+    """Returns labels (N,) int64, true or inferred as `knowledge` grants; None without a grant."""
     if knowledge.grant.labels == "known":
         assert knowledge.true_labels is not None
         return knowledge.true_labels
@@ -515,10 +492,7 @@ def _chunks(images: Tensor, labels: Tensor, count: int) -> list[tuple[Tensor, Te
 
 
 def layout(tensor: Tensor) -> torch.memory_format:
-    """Chooses the memory format that is fastest on the tensor's device.
-
-    It is channels last for four axes on a CPU, and contiguous otherwise.
-    """
+    """Chooses the memory format that is fastest on the tensor's device."""
     # CPU kernels take channels-last images and weights as they are, and reorder all others.
     last = tensor.ndim == 4 and tensor.device.type == "cpu"
     return torch.channels_last if last else torch.contiguous_format

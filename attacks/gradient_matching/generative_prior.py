@@ -32,7 +32,7 @@ from fedsim.models.base import normalize, read_weights
 from fedsim.system.paths import GIB, from_home, regular
 from fedsim.types import FedsimError, ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._drawing import decayed, resolutions
+from fedsim_attacks.gradient_matching._drawing import Adam, decayed_step, resolutions
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
     ComparedTensors,
@@ -225,8 +225,7 @@ class GeneratorSearch(AttackState):
     """One for all images, or one for each."""
     codes: Tensor
     """(N, latent)."""
-    optimizer: torch.optim.Adam
-    schedule: torch.optim.lr_scheduler.MultiStepLR
+    optimizer: Adam
     best: Tensor
     """(N, C, H, W), normalized; zeros before the first step."""
     best_codes: Tensor
@@ -330,7 +329,6 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         codes = torch.randn(count, generator.latent, generator=rng).to(matching.device)
         codes.requires_grad_()
         infinite = torch.full((), torch.inf, device=matching.device)
-        optimizer = torch.optim.Adam([codes], lr=self.latent_rate, fused=True)
         return GeneratorSearch(
             loss=infinite,
             matching=matching,
@@ -338,8 +336,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
             labels=labels,
             generators=[generator],
             codes=codes,
-            optimizer=optimizer,
-            schedule=decayed(optimizer, self._searching_codes()),
+            optimizer=Adam([codes]),
             best=torch.zeros(count, *spec.input_shape, device=matching.device),
             best_codes=codes.detach().clone(),
             best_loss=infinite,
@@ -360,15 +357,15 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best = torch.where(better, images, state.best)
         state.best_codes = torch.where(better, state.codes.detach(), state.best_codes)
-        state.optimizer.zero_grad()
-        torch.autograd.backward(drawn, slope)
-        if not self._trained and not state.codes.requires_grad:
-            for weight in state.generators[0].parameters():
-                assert weight.grad is not None
-                # As in the code of Zhang et al. (GION).
-                weight.grad.sign_()
-        state.optimizer.step()
-        state.schedule.step()
+        slopes = torch.autograd.grad(drawn, state.optimizer.variables, slope)
+        searching, rate = self._searching_codes(), self.latent_rate
+        done, iterations = state.iteration, searching
+        if not state.codes.requires_grad:
+            done, iterations = done - searching, self.iterations - searching
+            rate = self.learning_rate
+            if not self._trained:  # signs, as in the code of Zhang et al. (GION)
+                slopes = tuple(each.sign() for each in slopes)
+        state.optimizer.step(slopes, decayed_step(rate, done, iterations))
         state.iteration += 1
         return state
 
@@ -414,5 +411,4 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         state.codes = state.best_codes
         state.generators = [deepcopy(generator).requires_grad_() for _ in range(copies)]
         weights = [weight for each in state.generators for weight in each.parameters()]
-        state.optimizer = torch.optim.Adam(weights, lr=self.learning_rate, fused=True)
-        state.schedule = decayed(state.optimizer, self.iterations - state.iteration)
+        state.optimizer = Adam(weights)

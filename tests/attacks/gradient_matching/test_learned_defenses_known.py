@@ -12,8 +12,13 @@ from fedsim.data.bundled import Faces
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.types import Observation
-from fedsim_attacks.gradient_matching._learned_defenses import GivenDraws, orthogonal_distance
-from fedsim_attacks.gradient_matching._matching import Candidate, Matching, squared_distance
+from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
+    GivenDraws,
+    Matching,
+    orthogonal_distance,
+    squared_distance,
+)
 
 MODEL = {"model": "convnet", "model_parameters": {"width": 8}, "num_classes": 2}
 
