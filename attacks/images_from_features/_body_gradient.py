@@ -1,15 +1,13 @@
 """The gradient of a network's body for known features and error signals of its images.
 
-Behind a two-layer head (`_head_gradient`), what `best_features` recovers determines each image's
-error signal e_i = ∂L/∂x_i, x_i being its features. What is left of the update, the body's share, is
-then Σ_i J(image_i)' e_i, J the derivative of features in parameters: no label, no head and no
-probability of a candidate's own enters it, and to each image belongs a known vector of features.
+Behind a two-layer head, what `best_features` recovers determines each image's error signal e_i =
+∂L/∂x_i, x_i being its features. What is left of the update, the body's share, is Σ_i J(image_i)'
+e_i, J the derivative of features in parameters: no label and no head enters it.
 
 An update of several steps is taken for the one gradient that its first step makes, which is known
-best: features, labels and error signals are those of the weights that were sent. The others add
-something of the same size in another direction. But near the truth, the client's own training on
-candidates adds much the same, and costs no more than an iteration: what is simulated is taken off
-the update, candidates come nearer, and so on. At the true images nothing is left.
+best. But near the truth, the client's own training on candidates adds much the same as the others
+did, and costs no more than an iteration: what is simulated is taken off the update, candidates come
+nearer, and so on. At the true images nothing is left.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from fedsim_attacks.fast_autograd._tape import Tape, pays
 from fedsim_attacks.gradient_matching._image_priors import ForwardPrior, KnownFeatures
 from fedsim_attacks.gradient_matching._matching import (
     Distance,
+    DistanceValue,
     MatchedUpdate,
     Matching,
     cosine_distance,
@@ -54,10 +53,7 @@ class Body:
     """A victim's body, with the weights of the observed round, fast to differentiate twice."""
 
     def __init__(self, observation: Observation, width: float | Tensor) -> None:
-        """Rebuilds the body; `width` is that of the jumps of slopes (`_smooth_slopes`), 0 of none.
-
-        As a tensor (0-d) it may be changed later.
-        """
+        """Rebuilds the body; `width` is that of slopes' jumps, a tensor (0-d) may change later."""
         self.input_shape = observation.model.input_shape
         self.model = rebuild(observation)
         accelerate(self.model)
@@ -75,11 +71,7 @@ class Body:
         }
 
     def without_padding(self, name: str, tensor: Tensor) -> Tensor:
-        """Selects the entries of a parameter that ever meet anything but padding.
-
-        `name` is the parameter's, and `tensor` the parameter itself or its update, of full shape.
-        The result is a view, or `tensor` itself where no entry is dropped.
-        """
+        """Selects the entries of a parameter, or its update, that meet anything but padding."""
         window = self._windows.get(name)
         return tensor if window is None else tensor[window]
 
@@ -97,17 +89,6 @@ _LEAST_SHARE = 0.02
 """Least share of one step's gradient in an update of several."""
 
 
-class _Expected(NamedTuple):
-    """Changes to a recomputed gradient before it is compared."""
-
-    scaled: bool
-    """Whether it is multiplied by the factor that fits best."""
-    share: float = 1.0
-    """Share of the gradient that is in the update."""
-    added: list[Tensor] | None = None
-    """Mean gradient that later steps have added, by tensor; None if it is not known."""
-
-
 @final
 class PartUpdate:
     """The observed update of a part of the body."""
@@ -121,16 +102,7 @@ class PartUpdate:
         *,
         approximate: bool = False,
     ) -> None:
-        """Prepares the update of a part for comparison.
-
-        Args:
-            observation: what the server saw.
-            body: the body that the part belongs to.
-            part: layers and parameters.
-            scale: factor (0-d) that the client's defense has applied to its update.
-            approximate: whether it is the update of several steps, compared with one gradient:
-                with as much of it as fits best, until `correct` says how much there is.
-        """
+        """Undoes `scale`, the defense's factor; `approximate` if several steps were taken."""
         update = {name: observation.update[name] / scale for name, _ in part.parameters}
         self._target = [
             lay_out(body.without_padding(name, tensor)) for name, tensor in update.items()
@@ -138,32 +110,25 @@ class PartUpdate:
         self._bounds = _bounds(observation, update)
         self._names = list(update)
         self._clipped = observation.effect.scaled
-        self._expected = _Expected(scaled=approximate)
+        self._scaled, self._share = approximate, 1.0
+        """Whether a gradient is multiplied by the factor that fits best, and its known share."""
+        self._added: list[Tensor] | None = None
+        """Mean gradient that later steps have added, by tensor; None if it is not known."""
         self.energy = torch.stack([tensor.square().sum() for tensor in self._target]).sum()
         """|update|² (0-d), of the entries that meet anything but padding."""
 
     def correct(self, share: float, added: Mapping[str, Tensor]) -> None:
-        """Makes later comparisons use `share` times a recomputed gradient plus `added`.
-
-        `added` is by name of the parameter; `LaterSteps` makes both.
-        """
+        """Makes later comparisons use `share` times a recomputed gradient plus `added`, by name."""
         # From here on the share is known: only clipping still asks for a fitted factor.
-        rest = [lay_out(added[name]) for name in self._names]
-        self._expected = _Expected(self._clipped, share, rest)
+        self._scaled, self._share = self._clipped, share
+        self._added = [lay_out(added[name]) for name in self._names]
 
     def compare(self, update: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | float]:
-        """Subtracts the observed update from a recomputed one, tensor by tensor.
-
-        For an entry that was removed, the difference is what exceeds the bound on such entries.
-
-        Returns:
-            The differences, and their derivative in `update`, a factor that is 1 for a single step.
-        """
-        expected = self._expected
-        growth: Tensor | float = expected.share
-        if expected.added is not None:
-            update = [growth * u + a for u, a in zip(update, expected.added, strict=True)]
-        if expected.scaled:
+        """Subtracts the observed from a recomputed update; returns the derivative's factor, too."""
+        growth: Tensor | float = self._share
+        if self._added is not None:
+            update = [growth * u + a for u, a in zip(update, self._added, strict=True)]
+        if self._scaled:
             factor = self._factor(update)
             growth, update = growth * factor, [factor * tensor for tensor in update]
         return [self._subtract(i, tensor) for i, tensor in enumerate(update)], growth
@@ -216,16 +181,13 @@ number of simulations if they were spread over all iterations."""
 
 @final
 class LaterSteps:
-    """The mean gradient over a client's steps, less the share of it that the first step makes.
-
-    Where each step has its own images, the gradient of all images at the sent weights is subtracted
-    instead. A call with normalized images (N, C, H, W) returns it by parameter.
-    """
+    """The mean gradient over a client's steps, less the share of it that the first step makes."""
 
     def __init__(self, observation: Observation, labels: Tensor) -> None:
         """Prepares the simulation for images of these `labels` (N,)."""
         training = observation.training
         weights = step_weights(training)
+        # Where each step has its own images, the first gradient is that of all of them.
         self.share = weights[0] / sum(weights) if training.batches == "same" else 1.0
         """Share of the first step's gradient in the mean gradient."""
         self._factor, self._labels = mean_gradient_factor(training), labels
@@ -233,10 +195,7 @@ class LaterSteps:
         self._all, self._one = Matching(observation), Matching(as_one_gradient(observation))
 
     def __call__(self, images: Tensor) -> dict[str, Tensor]:
-        """Simulates training on normalized `images`; returns what later steps add, by parameter.
-
-        Parameters are cut to the entries that meet anything but padding.
-        """
+        """Simulates training on normalized `images`; returns what later steps add, by parameter."""
         images = images.detach()
         with torch.enable_grad():
             # The client's own training on the candidates, and one gradient at the sent weights.
@@ -248,24 +207,12 @@ class LaterSteps:
         }
 
     def correct(self, updates: Iterable[PartUpdate], images: Tensor, done: int, calls: int) -> bool:
-        """Corrects `updates` by what later steps add at `images`, at some of the calls.
-
-        Early candidates are too far off, and each correction costs an iteration. Nothing is
-        corrected where the simulated training diverges.
-
-        Args:
-            updates: the updates that are compared with one gradient.
-            images: normalized candidates (N, C, H, W).
-            done: number of calls of this method before.
-            calls: number of calls that there will be in all.
-
-        Returns:
-            Whether the updates were corrected.
-        """
+        """Corrects `updates` by what later steps add, at some of so many `calls`; says whether."""
         # Far candidates tell nothing of later steps, and each simulation costs an iteration.
         if done < _FROM * calls or done % max(1, calls // _TIMES):
             return False
         added = self(images)
+        # The simulated training may diverge.
         if not all(bool(each.isfinite().all()) for each in added.values()):
             return False
         for update in updates:
@@ -281,8 +228,8 @@ class Misfit(NamedTuple):
     """Distances of candidates from the observation."""
 
     update: Tensor
-    """|u - t|² / |t|² of a recomputed and the observed update, of the part or body that is compared
-    (0-d). Of a `WholeGradient` it is 1 - cosine of both, over all tensors or averaged."""
+    """|u - t|² / |t|² of a recomputed and the observed update (0-d); of a `WholeGradient` 1 -
+    cosine."""
     features: Tensor
     """Mean of |x_i - f_i|² / |f_i|² (0-d), of features x_i of candidates and known ones f_i."""
     slope: Tensor
@@ -305,10 +252,7 @@ class StageTarget(NamedTuple):
 
 
 class PartGradient:
-    """The observed update of a part of the body, and its recomputation from candidate inputs.
-
-    A call with inputs (N, ...) of the part returns their `Misfit`.
-    """
+    """The observed update of a part of the body, and its recomputation from candidate inputs."""
 
     def __init__(
         self,
@@ -321,17 +265,7 @@ class PartGradient:
         calls: int,
         later: LaterSteps | None = None,
     ) -> None:
-        """Prepares the comparison for inputs of which a `part` of `body` makes the `target`.
-
-        Args:
-            observation: what the server saw.
-            body: the body that the part belongs to.
-            part: layers and parameters.
-            target: outputs and error signals.
-            weight: weight of the misfit of outputs.
-            calls: number of evaluations that there will be.
-            later: what later steps add; None for an update of one step.
-        """
+        """Prepares for so many `calls`; `later` is None for an update of one step."""
         self._later, self._done, self._calls = later, 0, calls
         self._function, self._target, self._weight = part.function, target, weight
         self._parameters = [parameter for _, parameter in part.parameters]
@@ -353,10 +287,7 @@ class PartGradient:
         return Misfit(update, outputs, slope, target_changed=corrected)
 
     def pull_back(self, inputs: Tensor) -> StageTarget:
-        """Computes the error signals at `inputs` (N, ...), and returns both as a target.
-
-        It is the target for the outputs of the part before this one.
-        """
+        """Computes the error signals at `inputs`: the target for the part before this one."""
         with torch.enable_grad():
             variable = inputs.detach().clone().requires_grad_()
             outputs = self._function(variable).flatten(1)
@@ -395,10 +326,7 @@ class PartGradient:
 
 @final
 class BodyGradient(PartGradient):
-    """The observed update of the whole body, and its recomputation from candidate images.
-
-    A call with normalized images (N, C, H, W) returns their `Misfit`.
-    """
+    """The observed update of the whole body, and its recomputation from candidate images."""
 
     def __init__(
         self,
@@ -411,17 +339,7 @@ class BodyGradient(PartGradient):
         calls: int,
         later: LaterSteps | None = None,
     ) -> None:
-        """Prepares the comparison for images of `features` (N, d).
-
-        Args:
-            observation: what the server saw, as one gradient.
-            features: (N, d), features that the images are to have.
-            known: labels and error signals that features tell.
-            weight: weight of the misfit of features.
-            width: width of the jumps of slopes (`_smooth_slopes`); 0 leaves them as they are.
-            calls: number of evaluations that there will be.
-            later: what later steps add; None for an update of one step.
-        """
+        """Prepares the comparison for images of `features` (N, d), and what these tell."""
         body = Body(observation, width)
         whole = Part(body.model.features, body.parameters(body.model.body))
         super().__init__(
@@ -436,18 +354,11 @@ class BodyGradient(PartGradient):
 
 
 def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance:
-    """Makes a distance: |u - t|² / |t|² of the body plus that of the head, of updates u and t.
-
-    `names` are those of the parameters, in the order of the compared tensors. In a single distance
-    the head's planted neurons would outweigh all else. If `clipped`, the client has scaled t, and u
-    is multiplied by the factor that fits best. The result is called as `cosine_distance` is, and
-    returns the same three values.
-    """
+    """Makes a distance |u - t|² / |t|² of the body plus that of the head, by tensors' `names`."""
+    # In a single distance the head's planted neurons would outweigh all else.
     body = [name.startswith("body.") for name in names]
 
-    def distance(
-        update: Sequence[Tensor], target: MatchedUpdate
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
+    def distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
         unit = {part: _energy(target.tensors, body, part) for part in (True, False)}
         units = [unit[part] for part in body]
         factor = update[0].new_ones(())
@@ -474,12 +385,7 @@ def _energy(tensors: Sequence[Tensor], body: Sequence[bool], part: bool) -> Tens
 
 
 class WholeGradient:
-    """The direction of the observed update, against its recomputation from candidate images.
-
-    Where no features are known, the misfit is 1 - the cosine of both. Candidates that are held to
-    features are compared tensor by tensor, as few tensors would outweigh all others in a trained
-    network. A call with normalized images (N, C, H, W) returns their `Misfit`.
-    """
+    """The direction of the observed update, against its recomputation from candidate images."""
 
     def __init__(
         self,
@@ -491,22 +397,13 @@ class WholeGradient:
         features: Tensor | None = None,
         weight: float = 0.0,
     ) -> None:
-        """Prepares the comparison for images of `labels` (N,).
-
-        Args:
-            observation: what the server saw, as one gradient.
-            labels: (N,), labels of the images.
-            width: width of the jumps of slopes (`_smooth_slopes`); 0 leaves them as they are.
-            calls: number of evaluations that there will be.
-            features: (N, d), features that the images are to have; None if none are known.
-            weight: weight of the misfit of features.
-        """
+        """Prepares the comparison for images of `labels` (N,) and, if known, `features` (N, d)."""
         self._matching = Matching(observation, calls=calls, width=width)
         self._labels, self._weight = labels, weight
         wanted = None if features is None else KnownFeatures(features, "relative")
         self._prior = ForwardPrior(observation, Knowledge(), wanted)
         self._distance: Distance = cosine_distance
-        if features is not None:
+        if features is not None:  # few tensors would outweigh all others in a trained network
             self._distance = reweighted_cosine(self._matching.counts)
 
     def __call__(self, images: Tensor) -> Misfit:
@@ -531,10 +428,7 @@ class UnrolledUpdate(WholeGradient):
         width: float,
         calls: int,
     ) -> None:
-        """Prepares the comparison.
-
-        Arguments are those of `BodyGradient`, but `observation` has all local steps as recorded.
-        """
+        """Prepares the comparison with `observation`, which has all local steps as recorded."""
         super().__init__(
             observation, known.labels, width=width, calls=calls, features=features, weight=weight
         )

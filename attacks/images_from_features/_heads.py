@@ -3,11 +3,16 @@
 A user may name one. Else a two-layer head, planted or not, is solved by `best_features`. Behind an
 ordinary linear classifier `classifier_fit` is asked where the classifier's gradient can determine
 the features of so many images, and `extreme_rays`, which reads layers before it, where it cannot.
+
+Where noise, pruning or rounding blurs the head's gradient, a fit of features alone ends in local
+minima: images of one label have nearly the same error signal. Images that reproduce the whole
+update roughly know which is whose: their features lie where the fit goes down to the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,11 +29,19 @@ from fedsim.models.victim import rebuild
 from fedsim.system.device import move_tensors
 from fedsim.types import Observation, Reconstruction
 from fedsim.words import number_of
+from fedsim_attacks.classifier_features import _certificates
 from fedsim_attacks.classifier_features._classifier_gradient import (
     ClassifierGradient,
     derive_signals,
 )
-from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective, labels_of
+from fedsim_attacks.classifier_features._profile import Consistency, Fits
+from fedsim_attacks.head_features import _joint_fit, head_fit
+from fedsim_attacks.head_features._head_gradient import (
+    HeadGradient,
+    Objective,
+    labels_of,
+    residual_over_noise,
+)
 
 Head = HeadGradient | ClassifierGradient
 FeatureSource = str | dict[str, Any]
@@ -37,13 +50,7 @@ SUITED, NONE = "suited", "none"
 
 
 def resolved(source: FeatureSource) -> FeatureSource:
-    """Completes `source`, an attack that recovers features, by its default parameters.
-
-    Returns `{name: ..., each parameter: ...}`; `suited` and `none` stay as they are.
-
-    Raises:
-        ValueError: there is no such attack, a parameter is wrong, or it reads no updates.
-    """
+    """Completes `source` by default parameters, or raises ValueError; `suited` and `none` stay."""
     if source in (SUITED, NONE):
         return source
     named: Mapping[str, Any] = {"name": source} if isinstance(source, str) else source
@@ -70,14 +77,8 @@ def source_attack(source: FeatureSource) -> Attack[Any] | None:
 
 
 def head_of(observation: Observation) -> Head:
-    """Reads the gradient of the head off an observation, into the CPU's memory.
-
-    The many small problems that follow are slower on an accelerator.
-
-    Raises:
-        AttackFailed: the head is neither two-layer nor one linear layer, or nothing is left of its
-            update.
-    """
+    """Reads the gradient of the head off an observation, into the CPU's memory."""
+    # The many small problems that follow are slower on an accelerator.
     observation = move_tensors(observation, "cpu")
     if isinstance(rebuild(observation).head, TwoLayerHead):
         return HeadGradient.read(observation)
@@ -87,21 +88,7 @@ def head_of(observation: Observation) -> Head:
 def recover(
     observation: Observation, knowledge: Knowledge, seed: int, source: FeatureSource = SUITED
 ) -> Reconstruction:
-    """Recovers features, and labels behind an ordinary classifier, by a suitable attack.
-
-    The answer's `features_by` is that attack's name.
-
-    Args:
-        observation: what the server saw.
-        knowledge: what the attacker is granted.
-        seed: seed of the attack that recovers features.
-        source: that attack as `resolved` returns it, or `suited` to choose one by the head. Any
-            other text, such as an attack's bare name, is taken for `suited`.
-
-    Raises:
-        AttackFailed: the head is neither two-layer nor one linear layer, or no gradient tells the
-            features of all images.
-    """
+    """Recovers features, and `features_by`, by the `resolved` source or one that suits the head."""
     if not isinstance(source, str):
         attack = source_attack(source)
         assert attack is not None
@@ -117,14 +104,7 @@ def recover(
 def try_recovery(
     observation: Observation, knowledge: Knowledge, seed: int
 ) -> Reconstruction | None:
-    """Recovers features by `recover`; None where an ordinary classifier does not tell them.
-
-    `seed` is that of the attack that recovers them.
-
-    Raises:
-        AttackFailed: the head is neither two-layer nor one linear layer, or nothing is left of its
-            update.
-    """
+    """Recovers features by `recover`; None where an ordinary classifier does not tell them."""
     if not isinstance(head_of(observation), ClassifierGradient):
         return recover(observation, knowledge, seed)
     try:
@@ -136,11 +116,7 @@ def try_recovery(
 def _read_before(
     classifier: ClassifierGradient, observation: Observation, knowledge: Knowledge, seed: int
 ) -> Reconstruction:
-    """Recovers features from a layer before the classifier, which holds too few.
-
-    Error signals of the head are read off all features together: one that is wrong spoils the
-    others. So they have to be determined, every one.
-    """
+    """Recovers features from a layer before the classifier, which holds too few."""
     try:
         found = _ask("extreme_rays", observation, knowledge, seed)
     except AttackFailed as error:
@@ -148,6 +124,7 @@ def _read_before(
             f"{classifier.excess}; nor does a layer before it tell them: {error}; observe smaller "
             "batches"
         ) from error
+    # Error signals are read off all features together: one that is wrong spoils the others.
     assert found.determined is not None
     certain = int(found.determined.sum())
     if certain < classifier.num_images:
@@ -173,12 +150,7 @@ def _ask(
 
 
 def relative_noise_variance(observation: Observation, head: Head) -> float:
-    """Estimates the noise's variance in an entry of the body's update u, divided by |u|².
-
-    Added noise is the same in all entries. The variance of stochastic rounding is an upper bound,
-    averaged over tensors with a spacing each. `head` is the head's part of the same update. Returns
-    0 where no noise is declared, and where nothing is left of the body's update.
-    """
+    """Estimates the noise's variance in an entry of the body's update u, divided by |u|²."""
     body = [tensor for name, tensor in observation.update.items() if name.startswith("body.")]
     energy = float(sum(tensor.double().square().sum() for tensor in body))
     if not energy or not head.noise:
@@ -192,11 +164,7 @@ def relative_noise_variance(observation: Observation, head: Head) -> float:
 
 
 def noise_share(observation: Observation, head: Head, names: Collection[str] = ()) -> float:
-    """Estimates the share of |update|² that is noise, in the body's tensors `names` or in all.
-
-    `head` is the head's part of the same update. The estimate may exceed 1. It is 0 where no noise
-    is declared, and where nothing is left of these tensors.
-    """
+    """Estimates the share of |update|² that is noise, in the body's tensors `names` or in all."""
     body = {name: t for name, t in observation.update.items() if name.startswith("body.")}
     part = [body[name] for name in names or body]
     energy, whole = (
@@ -221,12 +189,7 @@ class Signals(NamedTuple):
 
 
 def signals(observation: Observation, features: Tensor) -> Signals:
-    """Derives labels and error signals from `features` (N, d) in their true lengths.
-
-    A label is the class in which ∂L/∂A pulls a feature up. The scale is that of ∂L/∂A, over what
-    the head itself computes. Under dropout the head differs for each image. Error signals are then
-    read off ∂L/∂W = S X as e_i = Σ_j s_ji w_j, and are scaled as the update is.
-    """
+    """Derives labels and error signals from `features` (N, d) in their true lengths."""
     device = features.device
     found = _signals(move_tensors(observation, "cpu"), features.cpu())
     return Signals(*(each.to(device) for each in found))
@@ -252,3 +215,160 @@ def _signals(observation: Observation, features: Tensor) -> Signals:
     # Least squares of observed ≈ scale · expected: what clipping has multiplied by.
     scale = (observed * expected).sum() / expected.square().sum()
     return Signals(labels, errors, scale if head.clipped else torch.ones_like(scale))
+
+
+_CLASSIFIER_ITERATIONS = 120
+"""Iterations of a descent from features of images."""
+_APART = 0.5
+"""Share of the distance to the nearest other features up to which an image's may be off."""
+
+
+def _is_explained_by(classifier: ClassifierGradient, features: Tensor) -> bool:
+    """Says whether `features` (N, d) explain the gradient but for noise and rounding."""
+    problem = Consistency(classifier)
+    return _certificates.is_explained(problem, float(_at(problem, features, 0).losses[0]))
+
+
+def _doubts_of(classifier: ClassifierGradient, features: Tensor) -> Tensor:
+    """Squares the bounds (N,) of relative errors of `features` (N, d); 0 for too many images."""
+    if classifier.excess:
+        return features.new_zeros(len(features))
+    problem = Consistency(classifier)
+    bounds = _certificates.bound_errors(problem, _at(problem, features, 0), 0)
+    return bounds.square().nan_to_num(1)
+
+
+def _is_determined_by(classifier: ClassifierGradient, features: Tensor) -> bool:
+    """Says whether noise leaves each image's features nearer to the truth than to another's."""
+    if classifier.exact or classifier.excess:
+        return True
+    problem = Consistency(classifier)
+    fit = _at(problem, features, 0)
+    errors = _certificates.bound_errors(problem, fit, 0) * features.norm(dim=1)
+    # An error of less than half the way to another image's features cannot confuse them.
+    apart = torch.cdist(features, features).fill_diagonal_(torch.inf).amin(1)
+    return bool((errors < _APART * apart).all())
+
+
+def _fit_classifier(
+    classifier: ClassifierGradient, features: Tensor, other: Tensor
+) -> Tensor | None:
+    """Descends from images' `features` (N, d); returns `other` if that explains more."""
+    if _is_explained_by(classifier, features):
+        return None
+    problem = Consistency(classifier)
+    refit = _at(problem, features, _CLASSIFIER_ITERATIONS)
+    if float(refit.losses[0]) <= float(_at(problem, other, 0).losses[0]):
+        return refit.features[0].to(features.dtype)
+    return other
+
+
+def _at(problem: Consistency, features: Tensor, iterations: int) -> Fits:
+    labels = derive_signals(problem.classifier, features)[0]
+    return problem.descend(problem.unknowns(features[None]), labels[None], iterations)
+
+
+_ITERATIONS = 1500
+"""Iterations of the fit behind pruning and rounding; it mostly ends earlier."""
+_ALL = 1e-5
+"""Share of ∂L/∂A that features may leave where there is no noise."""
+EXCHANGED = 0.1
+"""Share of their difference that two features which are hard to tell apart may have exchanged."""
+_CHANCE = 4.0
+"""Gain over that which as many unknowns have by fitting noise alone, up to which it is chance."""
+
+
+def are_explained(head: Head, features: Tensor) -> bool:
+    """Says whether `features` (N, d) explain the head's gradient up to its noise."""
+    features = features.cpu()
+    if isinstance(head, ClassifierGradient):
+        return _is_explained_by(head, features)
+    most = 1 + _CHANCE * _explained_by_chance(head, features) if head.noise else _ALL
+    return _misfit(head, features) < most
+
+
+def are_determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -> bool:
+    """Says whether moving `features` (N, d) by a share `exchanged` explains the gradient worse."""
+    features = features.cpu()
+    if isinstance(head, ClassifierGradient):
+        return _is_determined_by(head, features)
+    if head.exact:
+        return True
+    misfit = _misfit(head, features)
+    # The features of two images that nearly mix are the easiest to confuse.
+    gap = min(_misfit(head, other) for other in _alternatives(features, exchanged)) - misfit
+    if not head.noise:
+        return gap > misfit
+    return gap > max(misfit - 1, _CHANCE * _explained_by_chance(head, features))
+
+
+def doubts(head: Head, features: Tensor) -> Tensor:
+    """Estimates the squared sine, (N,) in [0, 1], by which each of the `features` (N, d) is off."""
+    on_processor = features.cpu()
+    if isinstance(head, ClassifierGradient):
+        found = _doubts_of(head, on_processor)
+    elif head.dropout:
+        found = torch.zeros(len(features))
+    else:
+        objective = Objective(head)
+        left = float(objective(on_processor).loss) - objective.noise_floor(head.noise)
+        found = torch.full((len(features),), left)
+    return found.clamp(0, 1).to(features)
+
+
+def refit_features(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
+    """Fits from images' `features`, None if they explain all; `other` if that explains more."""
+    found = _fit(head, features.cpu(), other.cpu())
+    return None if found is None else found.to(features.device)
+
+
+def _fit(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
+    if isinstance(head, ClassifierGradient):
+        return _fit_classifier(head, features, other)
+    if head.noisy:
+        refit = _joint_fit.fit_whole_gradient(head, features)
+    else:
+        refit = head_fit.fit_output(head, features, _ITERATIONS)
+    before, after = _misfit(head, features), _misfit(head, refit)
+    # As many unknowns explain some of the noise in any case: such a gain says nothing.
+    if head.noise and before - after < _CHANCE * _explained_by_chance(head, features):
+        return None
+    return refit if after <= _misfit(head, other) else _permute(other, features)
+
+
+def _alternatives(features: Tensor, exchanged: float) -> Iterator[Tensor]:
+    """Yields features (N, d) that are hard to distinguish from `features`."""
+    for i, j in itertools.combinations(range(len(features)), 2):
+        for by in (-exchanged, exchanged):
+            other = features.clone()
+            away = by * (features[i] - features[j])
+            other[i] += away
+            other[j] -= away
+            yield other
+    if len(features) == 1:
+        # A single image has none to be confused with but itself at another length.
+        yield from ((1 - exchanged) * features, (1 + exchanged) * features)
+
+
+def _misfit(head: HeadGradient, features: Tensor) -> float:
+    """Computes the mean squared residual over the noise's variance, or over the gradient's."""
+    if head.noisy:
+        return residual_over_noise(head, features)
+    value = Objective(head)(features)
+    return float(value.residual.square().mean()) / head.noise if head.noise else float(value.loss)
+
+
+def _explained_by_chance(head: HeadGradient, features: Tensor) -> float:
+    """Computes the part of the noise's mean square that a fit of so many features explains."""
+    parts = [head.grad_output]
+    if head.noisy:
+        parts += [head.grad_hidden, head.grad_bias]
+    return features.numel() / sum(part.numel() for part in parts)
+
+
+def _permute(refit: Tensor, reference: Tensor) -> Tensor:
+    """Permutes `refit` (N, d) so that each row is nearest to that of `reference` in its place."""
+    from scipy.optimize import linear_sum_assignment  # which takes half a second
+
+    _, nearest = linear_sum_assignment(torch.cdist(reference, refit).numpy())
+    return refit[torch.from_numpy(nearest)]

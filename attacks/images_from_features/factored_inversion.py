@@ -12,7 +12,7 @@ behind a planted head the body's share of the update is compared, behind an ordi
 directions of all its tensors. A deep body is peeled first (`StagePeeling`), its images are then
 descended through the first stage alone, and in the end together with all that was peeled
 (`Relaxation`); behind much noise that is done from the beginning. Where features may be wrong,
-images lead to them first (`_image_features`), in two goes if need be. Several local steps are taken
+images lead to them first (`refit_features`), in two goes if need be. Several local steps are taken
 for one gradient, and in the end, if the body is not deep, unrolled.
 """
 
@@ -44,7 +44,6 @@ from fedsim_attacks.gradient_matching._image_priors import (
     trusted_contrast,
 )
 from fedsim_attacks.gradient_matching._matching import Matching
-from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import (
     BodyGradient,
     LaterSteps,
@@ -55,20 +54,23 @@ from fedsim_attacks.images_from_features._body_gradient import (
 )
 from fedsim_attacks.images_from_features._heads import (
     Signals,
+    are_determined,
+    are_explained,
     head_of,
     noise_share,
+    refit_features,
     relative_noise_variance,
     signals,
     try_recovery,
 )
-from fedsim_attacks.images_from_features._image_prior import ImageDistribution, ImagePrior
-from fedsim_attacks.images_from_features._stage_descents import (
+from fedsim_attacks.images_from_features._stages import (
     LEAST_CLEAR,
     Relaxation,
+    StagedBody,
     StageInputs,
     StagePeeling,
 )
-from fedsim_attacks.images_from_features._stages import StagedBody
+from fedsim_attacks.images_from_features.feature_regression import ImageDistribution, ImagePrior
 from fedsim_attacks.labels.label_inference import infer_labels
 
 _FINAL_VARIATION = 0.4
@@ -237,7 +239,7 @@ class Phases:
         if self._recovered is None:
             labels = infer_labels(self._observation)
             return self._compare_whole(labels, self._one_step_iterations)
-        if _image_features.are_determined(self._head, self._recovered):
+        if are_determined(self._head, self._recovered):
             return self._plan_factored(self._recovered, self._one_step_iterations)
         # Behind noise, labels are as doubtful as the features that imply them.
         if self._head.noisy:
@@ -264,13 +266,11 @@ class Phases:
         """Refits features from those of the images, once after each of so many `attempts`."""
         remaining = self._one_step_iterations - self._begun
         assert self._recovered is not None
-        features = _image_features.refit_features(
-            self._head, _features(self._observation, images), self._recovered
-        )
+        features = refit_features(self._head, _features(self._observation, images), self._recovered)
         if features is None:
             return replace(self.present, iterations=remaining)
         # Not explained: images go on for as many iterations, and are asked once more.
-        if attempts == 1 and not _image_features.are_explained(self._head, features):
+        if attempts == 1 and not are_explained(self._head, features):
             self._plans.insert(0, partial(self._refit_from_images, 2))
             return self.present
         return self._plan_factored(features, remaining)

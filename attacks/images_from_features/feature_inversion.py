@@ -46,13 +46,13 @@ from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient
 from fedsim_attacks.images_from_features._heads import (
     FeatureSource,
+    doubts,
     head_of,
     recover,
     resolved,
     signals,
     source_attack,
 )
-from fedsim_attacks.images_from_features._image_features import doubts
 from fedsim_attacks.labels.label_inference import infer_labels
 
 _DOUBT = 0.01

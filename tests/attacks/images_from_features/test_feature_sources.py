@@ -19,8 +19,7 @@ from fedsim.testing.cases import example_batch
 from fedsim.types import FedsimError, GroundTruth, Observation
 from fedsim_attacks.gradient_matching._drawing import Drawing, DrawingSettings
 from fedsim_attacks.gradient_matching._matching import Matching, reweighted_cosine
-from fedsim_attacks.images_from_features._heads import head_of
-from fedsim_attacks.images_from_features._image_features import doubts
+from fedsim_attacks.images_from_features._heads import doubts, head_of
 from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}

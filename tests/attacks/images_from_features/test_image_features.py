@@ -15,13 +15,13 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch, near
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.images_from_features import _image_features
+from fedsim_attacks.images_from_features import factored_inversion
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, WholeGradient
-from fedsim_attacks.images_from_features._heads import relative_noise_variance
-from fedsim_attacks.images_from_features._image_features import (
+from fedsim_attacks.images_from_features._heads import (
     are_determined,
     are_explained,
     refit_features,
+    relative_noise_variance,
 )
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
@@ -173,8 +173,8 @@ def test_images_come_first_where_the_head_is_blurred(
 ) -> None:
     """And go on alone for as long again while the features that they lead to explain too little."""
     observation, truth = observe(defense)
-    monkeypatch.setattr(_image_features, "are_determined", lambda *_: False)
-    monkeypatch.setattr(_image_features, "are_explained", lambda *_: goes == 1)
+    monkeypatch.setattr(factored_inversion, "are_determined", lambda *_: False)
+    monkeypatch.setattr(factored_inversion, "are_explained", lambda *_: goes == 1)
     attack = FactoredInversion(iterations=40)
     state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
     assert state.phase.features is None

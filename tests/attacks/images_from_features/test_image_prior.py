@@ -15,14 +15,14 @@ from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, Observation
-from fedsim_attacks.images_from_features._image_prior import (
+from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
+from fedsim_attacks.images_from_features.feature_regression import (
+    FeatureRegression,
     ImageDistribution,
     ImagePrior,
     _precision,
     _ridge,
 )
-from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
-from fedsim_attacks.images_from_features.feature_regression import FeatureRegression
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 

@@ -22,8 +22,7 @@ from fedsim_attacks.images_from_features._body_gradient import (
     WholeGradient,
 )
 from fedsim_attacks.images_from_features._heads import noise_share
-from fedsim_attacks.images_from_features._stage_descents import Relaxation, StagePeeling
-from fedsim_attacks.images_from_features._stages import StagedBody
+from fedsim_attacks.images_from_features._stages import Relaxation, StagedBody, StagePeeling
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
 

@@ -22,12 +22,13 @@ from fedsim_attacks.images_from_features._body_gradient import (
     StageTarget,
 )
 from fedsim_attacks.images_from_features._heads import signals
-from fedsim_attacks.images_from_features._stage_descents import (
+from fedsim_attacks.images_from_features._stages import (
     Relaxation,
+    Stage,
+    StagedBody,
     StageInputs,
     StagePeeling,
 )
-from fedsim_attacks.images_from_features._stages import Stage, StagedBody
 
 
 def maps(cut: list[Stage], observation: Observation, truth: GroundTruth) -> list[Tensor]:
