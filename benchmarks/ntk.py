@@ -94,7 +94,9 @@ def experiment(
     train: Tensor, classes: Tensor, test: Tensor, truth: Tensor, trials: int
 ) -> dict[str, Any]:
     """Accuracies, and what they cost by either accounting."""
-    from fedsim.privacy.mechanisms import draws, laplace, wishart
+    from fedsim.privacy.mechanisms import laplace, wishart
+    from fedsim_defenses.gaussian_sampling import square_root
+    from fedsim_defenses.truncated_laplace import truncated_laplace
 
     n, d = train.shape
     weights = ntk.draw_weights(NEURONS, d, 1.0, rng.generator(0, "weights"))
@@ -111,7 +113,7 @@ def experiment(
         return float((found == truth).double().mean())
 
     counts = {epsilon: paper.samples(epsilon, DELTA, printed) for epsilon in EPSILONS}
-    root = draws.square_root(gram)
+    root = square_root(gram)
     scores: dict[float, list[float]] = {epsilon: [] for epsilon in EPSILONS}
     trained: dict[float, list[float]] = {epsilon: [] for epsilon in EPSILONS}
     strays: dict[float, list[float]] = {epsilon: [] for epsilon in EPSILONS}
@@ -122,7 +124,7 @@ def experiment(
         reach = math.sqrt(d) * BETA
         bound = float(laplace.bound(reach, INPUT_EPSILON, INPUT_DELTA))
         noise = rng.generator(trial, "inputs")
-        rows = draws.truncated_laplace(train, reach / INPUT_EPSILON, bound, noise)
+        rows = truncated_laplace(train, reach / INPUT_EPSILON, bound, noise)
         control.append(accuracy(paper.fit_without_kernel(labels, RIDGE), rows))
         samples = paper.gaussian_samples(
             root, max(counts.values()), rng.generator(trial, "samples")
@@ -184,7 +186,9 @@ def diameter(
     Of a kernel matrix of private data alone with no lift nothing is proven at such a β. The least
     lift γ is sought at which `count` draws of N(0, K + γ I) are (ε, δ)-private.
     """
-    from fedsim.privacy.mechanisms import draws, kernel_distance, laplace, wishart
+    from fedsim.privacy.mechanisms import kernel_distance, laplace, wishart
+    from fedsim_defenses.gaussian_sampling import square_root
+    from fedsim_defenses.truncated_laplace import truncated_laplace
 
     def stated(lift: float) -> float:
         change = kernel_distance.eigenvalues_under_lift(2.0, lift, gain=gain)
@@ -194,7 +198,7 @@ def diameter(
     for _ in range(20):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if stated(middle) > epsilon else (low, middle)
-    root = draws.square_root(ntk.kernel(train, train, weights) + high * torch.eye(len(train)))
+    root = square_root(ntk.kernel(train, train, weights) + high * torch.eye(len(train)))
     scale = math.sqrt(train.shape[1]) * 2.0 / epsilon
     bound = float(laplace.bound(math.sqrt(train.shape[1]) * 2.0, epsilon, INPUT_DELTA))
     bare, both = [], []
@@ -203,7 +207,7 @@ def diameter(
         alpha = paper.fit_sampled(samples, labels, RIDGE)
         bare.append(accuracy(alpha, train))
         noise = rng.generator(trial, "inputs")
-        both.append(accuracy(alpha, draws.truncated_laplace(train, scale, bound, noise)))
+        both.append(accuracy(alpha, truncated_laplace(train, scale, bound, noise)))
     return {
         "samples": count,
         "epsilon": epsilon,

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.privacy.mechanisms import least_squares, projection
-from fedsim.privacy.numerics import gaussian, ndis
+from fedsim.privacy.mechanisms import least_squares, normal, projection
+from fedsim.privacy.numerics import gaussian
 
 MANY = 100_000
 Arrays = dict[str, np.ndarray]
@@ -74,7 +74,7 @@ def speed(repeats: int) -> list[dict[str, Any]]:
     }
     rows = [{"what": what, "points": MANY, **fastest(do, repeats)} for what, do in work.items()]
     rows[-1]["points"] = 1000
-    one = fastest(lambda: np.exp(ndis.pair(*pair).log_delta(1.0)), repeats)
+    one = fastest(lambda: np.exp(normal.pair(*pair).log_delta(1.0)), repeats)
     return [*rows, {"what": "normal, 50 dimensions", "points": 1, **one}]
 
 

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from fedsim.contracts.defense import StatisticDefense
 from fedsim.contracts.guarantee import Release
-from fedsim.privacy.mechanisms import draws, kernel_distance, wishart
+from fedsim.privacy.mechanisms import kernel_distance, wishart
 from fedsim.privacy.mechanisms.gaussian_sampling import SamplingRelease
+from fedsim.rng import normal
 from fedsim.types import FedsimError
 
 _Positive = Annotated[float, Field(gt=0, le=1e12)]
+_CHUNK = 4096
+"""Draws that are held at once."""
 _MOST = 100_000
 """Draws beyond which nothing is gained: every entry is within 0.3% of its size."""
 _ROUNDING = 1e-9
@@ -99,7 +102,7 @@ class GaussianSampling(StatisticDefense):
         """Returns K̃ (n, n) drawn for the kernel matrix `value` K (n, n), positive semidefinite."""
         lifted = value + (self.lift or 0.0) * torch.eye(len(value), dtype=value.dtype)
         samples = self.guarantee(release).samples
-        return draws.sampled_covariance(draws.square_root(lifted), samples, rng)
+        return sampled_covariance(square_root(lifted), samples, rng)
 
     def guarantee(self, release: Release) -> SamplingRelease:
         """Returns what is proven of the draws, for the largest change to K by a neighbour.
@@ -134,6 +137,32 @@ class GaussianSampling(StatisticDefense):
     def public_parameters(self, release: Release) -> dict[str, float]:
         """Returns the number of draws as `samples`, and γ as `lift`, 0 where there is none."""
         return {"samples": self.guarantee(release).samples, "lift": self.lift or 0.0}
+
+
+def square_root(gram: Tensor) -> Tensor:
+    """Returns an (n, n) root R of the kernel matrix `gram` K, which may be singular: R R' = K."""
+    lower: Tensor
+    lower, info = torch.linalg.cholesky_ex(gram)
+    if int(info):
+        # Rounding may leave eigenvalues below 0, which have no root.
+        values, vectors = torch.linalg.eigh(gram)
+        lower = vectors * values.clamp(min=0).sqrt()
+    return lower
+
+
+def sampled_covariance(root: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Draws (n, n) K̃ = (1/k) Σ g g' of k = `count` draws g of N(0, K), where K = root root'.
+
+    A `count` of 0 gives zeros. Source: Algorithm 1 of DP-NTK regression.
+    """
+    inner = torch.zeros(root.shape[1], root.shape[1], dtype=root.dtype)
+    for start in range(0, count, _CHUNK):
+        size = min(_CHUNK, count - start)
+        part = normal((root.shape[1], size), generator, root.dtype)
+        # Squares are summed before the root is applied: two
+        # products in all, in place of two a chunk.
+        inner += part @ part.T
+    return root @ inner @ root.T / max(count, 1)
 
 
 @cache

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Annotated, ClassVar, Literal, final
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fedsim.contracts.defense import UpdateDefense
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, Tensors
-from fedsim_defenses.selection import largest, share
 
 
 @final
@@ -55,3 +56,37 @@ class GradientPruning(UpdateDefense):
         # The share is taken exactly: 0.29 of 100 entries are 29, which floating point makes 28.
         keep = largest(update, total - math.floor(share(self.ratio, total)))
         return {n: t.masked_fill(~keep[n], 0) for n, t in update.items()}
+
+
+def share(ratio: float, total: int) -> Fraction:
+    """Returns `ratio` of `total`, exact in the decimal that the user wrote, and not rounded.
+
+    >>> int(0.29 * 100), int(share(0.29, 100))
+    (28, 29)
+    """
+    return Fraction(str(ratio)) * total
+
+
+def largest(update: Tensors, count: int) -> dict[str, Tensor]:
+    """Returns boolean masks of the `count` entries of largest magnitude over all tensors together.
+
+    Of equal magnitudes the first in order of position counts as the larger; entries that are not
+    finite count as the largest of all.
+    """
+    total = sum(tensor.numel() for tensor in update.values())
+    if count in (0, total):
+        return {n: torch.full_like(t, count > 0, dtype=torch.bool) for n, t in update.items()}
+    magnitudes = torch.cat([tensor.detach().abs().flatten() for tensor in update.values()])
+    magnitudes = magnitudes.to(torch.promote_types(magnitudes.dtype, torch.float32))
+    magnitudes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    # The least magnitude that is kept, in linear time; sorting would take n log n.
+    threshold = magnitudes.kthvalue(total - count + 1).values
+    keep = magnitudes > threshold
+    # Several entries may equal it: as many are kept as the count still asks for, in order.
+    ties = (magnitudes == threshold).nonzero().squeeze(1)
+    keep[ties[: count - int(keep.sum())]] = True
+    parts = torch.split(keep, [tensor.numel() for tensor in update.values()])
+    return {
+        name: part.view(tensor.shape)
+        for (name, tensor), part in zip(update.items(), parts, strict=True)
+    }

@@ -13,10 +13,9 @@ from fedsim.contracts.defense import DataDefense
 from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Release
 from fedsim.privacy.mechanisms import least_squares
 from fedsim.privacy.mechanisms.least_squares import RegressionRelease
-from fedsim.privacy.mechanisms.leverage import bound, lowering
-from fedsim.privacy.mechanisms.projection import ProjectionRelease
+from fedsim.privacy.mechanisms.projection import ProjectionRelease, bound, lowering
 from fedsim.types import FedsimError, Relation
-from fedsim_defenses.leverage import max_leverage, require, require_residual
+from fedsim_defenses.random_projection import max_leverage, require, require_residual
 
 _UP = 1 + 1e-7
 """Factor on σ that covers the tolerance of the largest leverage, so that ε is not exceeded."""

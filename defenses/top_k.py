@@ -11,7 +11,7 @@ from pydantic import Field
 from fedsim.contracts.defense import UpdateDefense, all_finite
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, Tensors
-from fedsim_defenses.selection import largest, share
+from fedsim_defenses.gradient_pruning import largest, share
 
 
 @final

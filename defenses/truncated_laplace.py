@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from fedsim.contracts.defense import StatisticDefense
 from fedsim.contracts.guarantee import Release
-from fedsim.privacy.mechanisms import draws, laplace_vector
+from fedsim.privacy.mechanisms import laplace_vector
 from fedsim.privacy.mechanisms.laplace_vector import LaplaceRelease
+from fedsim.rng import signs, uniform
 
 
 @final
@@ -40,7 +42,7 @@ class TruncatedLaplace(StatisticDefense):
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
         """Returns the features `value` (n, d) with noise on every entry."""
         made = self.guarantee(release)
-        return draws.truncated_laplace(value, made.scale, made.bound, rng)
+        return truncated_laplace(value, made.scale, made.bound, rng)
 
     def guarantee(self, release: Release) -> LaplaceRelease:
         """Returns what is proven of the noise in use, whichever calibration chose it."""
@@ -60,3 +62,14 @@ class TruncatedLaplace(StatisticDefense):
         """Returns b and B of the noise on each entry, as `scale` and `bound`."""
         made = self.guarantee(release)
         return {"scale": made.scale, "bound": made.bound}
+
+
+def truncated_laplace(
+    value: Tensor, scale: float, bound: float, generator: torch.Generator
+) -> Tensor:
+    """Returns `value`, of any shape, with noise of density ~ exp(-|x| / scale) within ± `bound`."""
+    shape = value.shape
+    share = uniform(shape, generator)
+    # The inverse distribution function of the truncated exponential, at a uniform share.
+    size = -scale * torch.log1p(math.expm1(-bound / scale) * share)
+    return value + signs(shape, generator) * size

@@ -69,14 +69,12 @@ ROOMS: dict[str, set[str]] = {
 PRIVACY: dict[str, set[str]] = {
     "contract": set(),
     "membership": set(),
-    "recovery": {"membership"},
-    "recovery_defenses": {"contract", "recovery"},
+    "recovery": {"contract", "membership"},
     "numerics": set(),
     "baselines": {"numerics"},
     "composition": {"contract", "numerics"},
     "mechanisms": {"baselines", "composition", "contract", "numerics"},
     "calculator": {"contract"},
-    "plot": {"calculator", "contract"},
     "ledger": {"composition", "mechanisms", "numerics"},
     "dp_sgd": {"baselines", "contract", "ledger", "numerics"},
 }

@@ -22,7 +22,7 @@ from fedsim.audit.bounds import LEAST_DRAWS, mu_bound
 from fedsim.audit.contribution import Contributions, along, images, other_label
 from fedsim.contracts.defense import NoisyAggregation, all_finite, global_norm
 from fedsim.models.local import mean_gradient_factor
-from fedsim.privacy.composition import participation
+from fedsim.privacy.composition import correlated
 from fedsim.training.client import Client
 from fedsim.training.workload import Workload
 from fedsim.types import Relation, Tensors, Unit, Update
@@ -260,9 +260,9 @@ def _worst_participation(
     # With noise C^-1 Z, <C z, C y> is the matched filter for participation z in what is seen, y.
     ordered, past = sorted(taken), range(1, workload.scenario.training.rounds + 1)
     present = np.array([[round in each for round in past] for each in ordered])
-    moved = participation.accumulate(present, correlation)  # C z of each
+    moved = correlated.accumulate(present, correlation)  # C z of each
     farthest = int(np.linalg.norm(moved, axis=1).argmax())
-    weights = participation.accumulate(moved[farthest, None, ::-1], correlation)[0, ::-1]  # C'C z
+    weights = correlated.accumulate(moved[farthest, None, ::-1], correlation)[0, ::-1]  # C'C z
     return frozenset(ordered[farthest]), weights
 
 

@@ -141,17 +141,17 @@ def recovery(keys: KeysArgument = None, as_json: AsJson = False) -> None:
     Without any, they are listed.
     """
     with exits():
-        from fedsim.privacy import calculator, recovery_defenses
+        from fedsim.privacy import calculator, recovery
 
         if not keys:
-            typer.echo(recovery_defenses.list_keys(as_json))
+            typer.echo(recovery.list_keys(as_json))
             return
-        found = recovery_defenses.recovery(calculator.parse(keys))
+        found = recovery.recovery(calculator.parse(keys))
         if as_json:
             typer.echo(json.dumps([asdict(each) for each in found], indent=2))
             return
         for each in found:
-            typer.echo(recovery_defenses.describe(each))
+            typer.echo(recovery.describe(each))
 
 
 def _parse_keys(mechanism: str, keys: list[str] | None, question: str) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _ask(
         with report_work(mechanism):
             answer = getattr(calculator, question)(mechanism, parsed, **options)
         if plot is not None:
-            from fedsim.privacy.plot import draw
+            from fedsim.privacy.calculator import draw
 
             draw(plot, mechanism, parsed, answer)
         _print(asdict(answer), as_json)

@@ -14,8 +14,7 @@ from fedsim.contracts.guarantee import of_steps
 from fedsim.privacy import baselines
 from fedsim.privacy.contract import Answer, Calibration, Curve, KnownMechanism, Stated
 from fedsim.privacy.ledger import of_steps as epsilon_of_steps
-from fedsim.privacy.numerics.search import least_noise
-from fedsim.privacy.numerics.special import least
+from fedsim.privacy.numerics.special import least, least_noise
 from fedsim.types import LocalTraining, Sampling
 from fedsim.words import number_of
 

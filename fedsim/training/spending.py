@@ -15,7 +15,7 @@ from fedsim.contracts.defense import AskedEpsilon, NoisyAggregation
 from fedsim.contracts.stack import Stack
 from fedsim.privacy.ledger import Entry, ProbeReleases, claim, worst_client_sizes
 from fedsim.privacy.numerics import gaussian
-from fedsim.privacy.numerics.search import least_noise
+from fedsim.privacy.numerics.special import least_noise
 from fedsim.scenario import Scenario
 from fedsim.scenario.document import blaming
 from fedsim.training.schedule import Schedule

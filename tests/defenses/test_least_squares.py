@@ -12,10 +12,10 @@ from fedsim.contracts.guarantee import ExactMechanism, Release
 from fedsim.contracts.stack import chain
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms import least_squares, projection
-from fedsim.privacy.mechanisms.leverage import bound
+from fedsim.privacy.mechanisms.projection import bound
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.least_squares import LeastSquaresMechanism
-from fedsim_defenses.leverage import largest, largest_residual
+from fedsim_defenses.random_projection import largest_leverage, largest_residual
 
 DELTA = 1e-3
 NORMAL = Release(kind="normal_coefficients", row_norm=1.5, columns=30, features=2)
@@ -92,7 +92,7 @@ def table(rows: int, error: float) -> torch.Tensor:
 @pytest.mark.slow
 def test_a_declared_residual_is_checked_and_saves_the_noise() -> None:
     rows = table(500, 1.0)
-    most, share = largest(rows), largest_residual(rows)
+    most, share = largest_leverage(rows), largest_residual(rows)
     # The residual is what a row's leverage in [B, b] has above that in B.
     inverse, of_features = (torch.linalg.inv(each.T @ each) for each in (rows, rows[:, :-1]))
     q = ((rows @ inverse) * rows).sum(1)

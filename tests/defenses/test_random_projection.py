@@ -12,8 +12,7 @@ from fedsim.contracts.guarantee import ExactMechanism, Release
 from fedsim.contracts.stack import chain
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms import projection
-from fedsim.privacy.mechanisms.leverage import bound, lowering
-from fedsim.privacy.mechanisms.projection import ProjectionRelease
+from fedsim.privacy.mechanisms.projection import ProjectionRelease, bound, lowering
 from fedsim.testing import DataDefenseContract
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.aggregate import Aggregate

@@ -12,7 +12,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from fedsim.learners import ntk
-from fedsim.privacy.mechanisms import draws, kernel_distance, wishart
+from fedsim.privacy.mechanisms import kernel_distance, wishart
+from fedsim_defenses.gaussian_sampling import sampled_covariance, square_root
+from fedsim_defenses.truncated_laplace import truncated_laplace
 
 
 def stream(seed: int) -> torch.Generator:
@@ -74,7 +76,7 @@ def test_regression_interpolates_without_ridge_and_forgets_the_kernel_with_much(
 @pytest.mark.parametrize("count", [1, 5, 12, 40])
 def test_woodbury_is_the_plain_solution(count: int) -> None:
     x, labels = unit_rows(12, 4, 0), ntk.one_hot(torch.arange(12) % 3, 3)
-    samples = paper.gaussian_samples(draws.square_root(ntk.kernel(x, x)), count, stream(1))
+    samples = paper.gaussian_samples(square_root(ntk.kernel(x, x)), count, stream(1))
     plain = torch.linalg.solve(samples @ samples.T / count + 0.7 * torch.eye(12).double(), labels)
     torch.testing.assert_close(paper.fit_sampled(samples, labels, 0.7), plain)
 
@@ -82,7 +84,7 @@ def test_woodbury_is_the_plain_solution(count: int) -> None:
 def test_samples_have_the_kernels_covariance_even_if_it_is_singular() -> None:
     x = unit_rows(3, 6, 0)[[0, 1, 2, 2]]
     gram = ntk.kernel(x, x)
-    root = draws.square_root(gram)
+    root = square_root(gram)
     torch.testing.assert_close(root @ root.T, gram, rtol=0, atol=1e-12)
     samples = paper.gaussian_samples(root, 400_000, stream(1))
     torch.testing.assert_close(samples[2], samples[3], rtol=0, atol=1e-6)
@@ -92,7 +94,7 @@ def test_samples_have_the_kernels_covariance_even_if_it_is_singular() -> None:
 def test_noise_on_the_inputs_is_truncated_laplace() -> None:
     """Against its density's own moments, and within its bound."""
     rows = torch.full((200, 300), 5.0, dtype=torch.float64)
-    noise = draws.truncated_laplace(rows, 2.0, 3.0, stream(0)) - 5
+    noise = truncated_laplace(rows, 2.0, 3.0, stream(0)) - 5
     assert float(noise.abs().max()) <= 3
     assert abs(float(noise.mean())) < 0.03
     share = 1 - math.exp(-1.5)
@@ -145,8 +147,8 @@ def test_the_predictor_is_a_quadratic_form_and_so_is_the_mean_of_several(
 def test_a_sampled_covariance_is_the_mean_of_the_draws_squares(count: int) -> None:
     """The same draws as in one piece; none at all is zero."""
     x = unit_rows(6, 4, 0)
-    root = draws.square_root(ntk.kernel(x, x))
-    covariance = draws.sampled_covariance(root, count, stream(1))
+    root = square_root(ntk.kernel(x, x))
+    covariance = sampled_covariance(root, count, stream(1))
     if count == 0:
         assert not covariance.any()
         return
@@ -166,7 +168,7 @@ def test_predictions_stray_no_farther_than_the_bound(count: int, n: int) -> None
     gram, cross = ntk.kernel(x, x), ntk.kernel(test, x)
     exact = cross @ ntk.fit(gram, labels, ridge)
     most = paper.deviation_bound(gram, cross, labels, ridge, count)
-    root = draws.square_root(gram)
+    root = square_root(gram)
     for seed in range(100):
         samples = paper.gaussian_samples(root, count, stream(seed))
         found = cross @ paper.fit_sampled(samples, labels, ridge)
@@ -305,9 +307,7 @@ class TestErrorsOfThePaper:
         """Every α̃ of at most a few samples says most labels as they are; without K, all of them."""
         images, classes = digits(300)
         labels = ntk.one_hot(classes, 10)
-        samples = paper.gaussian_samples(
-            draws.square_root(ntk.kernel(images, images)), 20, stream(1)
-        )
+        samples = paper.gaussian_samples(square_root(ntk.kernel(images, images)), 20, stream(1))
         alpha = paper.fit_sampled(samples, labels, 10.0)
         assert float((alpha.argmax(1) == classes).double().mean()) > 0.9
         bare = paper.fit_without_kernel(labels, 10.0)
@@ -330,7 +330,7 @@ class TestErrorsOfThePaper:
         images, classes = digits(1400)
         train, test = slice(0, 1000), slice(1000, 1400)
         labels = ntk.one_hot(classes[train], 10)
-        root = draws.square_root(ntk.kernel(images[train], images[train]))
+        root = square_root(ntk.kernel(images[train], images[train]))
         count = paper.samples(8.0, self.DELTA, paper.distance(1_000, 1e-6, 7e-3))
 
         def accuracy(alpha: Tensor) -> float:

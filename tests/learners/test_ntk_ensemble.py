@@ -20,7 +20,6 @@ from fedsim.learners.ntk_ensemble import MODEL
 from fedsim.models.base import build, normalize
 from fedsim.privacy.composition.curves import of_mechanisms
 from fedsim.privacy.ledger import Entry, claim
-from fedsim.privacy.mechanisms import draws
 from fedsim.recording.files import write_tensors
 from fedsim.results.rows import spent
 from fedsim.scenario import Scenario, ScenarioError
@@ -29,8 +28,8 @@ from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.gaussian_noise import GaussianNoise
-from fedsim_defenses.gaussian_sampling import GaussianSampling
-from fedsim_defenses.truncated_laplace import TruncatedLaplace
+from fedsim_defenses.gaussian_sampling import GaussianSampling, sampled_covariance, square_root
+from fedsim_defenses.truncated_laplace import TruncatedLaplace, truncated_laplace
 
 BASE: dict[str, Any] = {
     "name": "ntk",
@@ -99,11 +98,11 @@ def test_a_private_client_releases_what_follows_from_private_statistics() -> Non
     weights = ntk.draw_weights(256, 64, 1.0, rng.generator(5, "learner", "neurons"))
     lifted = ntk.kernel(rows, rows, weights) + torch.eye(len(rows), dtype=torch.float64)
     stream = rng.generator(5, "defense", 1, 1)
-    sampled = draws.sampled_covariance(draws.square_root(lifted), 50, stream)
+    sampled = sampled_covariance(square_root(lifted), 50, stream)
     made = TruncatedLaplace.model_validate({k: v for k, v in INPUTS.items() if k != "name"})
     assert here.release is not None
     noise = made.guarantee(here.release)
-    noisy = draws.truncated_laplace(rows, noise.scale, noise.bound, stream)
+    noisy = truncated_laplace(rows, noise.scale, noise.bound, stream)
     labels = ntk.one_hot(data(here).train_labels[here.parts[1]], 10)
     alpha = torch.linalg.solve(sampled + torch.eye(len(rows), dtype=torch.float64), labels)
     expected = ntk.quadratic_form(noisy, alpha, weights)

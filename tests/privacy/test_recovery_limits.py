@@ -14,16 +14,17 @@ from fedsim.privacy.membership import tpr_limit
 from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.recovery import (
     activation_moment,
+    describe,
     gaussian_success_limit,
     least_direction_error,
     least_normal_error,
     mean_limit,
+    recovery,
     success_limit,
     tensor_bound,
     tensor_rate,
     van_trees,
 )
-from fedsim.privacy.recovery_defenses import describe, recovery
 from fedsim.types import FedsimError
 
 

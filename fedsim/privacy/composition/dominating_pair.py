@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedsim.privacy.composition.participation import (
+from fedsim.privacy.composition.correlated import (
     Array,
     Grid,
     Rounding,

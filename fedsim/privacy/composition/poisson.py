@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.privacy.composition import correlated
-from fedsim.privacy.composition.participation import Array
+from fedsim.privacy.composition.correlated import Array
 
 PLD = "dp_accounting PLD"
 RENYI = "RDP, Poisson sampling"

@@ -37,7 +37,7 @@ from fedsim.privacy.contract import (
     KnownMechanism,
     PositiveSize,
 )
-from fedsim.privacy.mechanisms.leverage import lowering, regularize_leverage
+from fedsim.privacy.mechanisms.projection import lowering, regularize_leverage
 from fedsim.privacy.numerics import quadratic
 from fedsim.privacy.numerics.special import (
     Array,

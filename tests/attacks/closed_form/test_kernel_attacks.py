@@ -20,7 +20,6 @@ from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.target import GuessRequest
 from fedsim.learners import ntk
-from fedsim.privacy.mechanisms import draws
 from fedsim.privacy.membership import auc_limit
 from fedsim.scoring import score, score_guess
 from fedsim.targets.membership import membership_auc
@@ -41,7 +40,8 @@ from fedsim_attacks.closed_form._kernel_release import (
 from fedsim_attacks.closed_form._quadratic_form import complete_rows, decompose_form, pack, unpack
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
-from fedsim_defenses.truncated_laplace import TruncatedLaplace
+from fedsim_defenses.gaussian_sampling import sampled_covariance, square_root
+from fedsim_defenses.truncated_laplace import TruncatedLaplace, truncated_laplace
 
 OTHERS = Grant.least(rows="others")
 CANDIDATES = 45
@@ -302,7 +302,7 @@ def regression(count: int, draw: int | None, seed: int = 0) -> tuple[Matched, Te
     lifted = ntk.kernel(rows, rows) + 0.5 * torch.eye(count, dtype=torch.float64)
     gram = lifted
     if draw:
-        gram = draws.sampled_covariance(draws.square_root(lifted), draw, stream(seed))
+        gram = sampled_covariance(square_root(lifted), draw, stream(seed))
     model = KernelModel(
         rows=rows,
         alpha=ntk.fit(gram, labels, 0.7),
@@ -347,7 +347,7 @@ def test_a_bare_kernel_gives_rows_away_through_coefficients() -> None:
     """More others than entries: noise on the features alone hides nothing."""
     matched, row = regression(12, None)
     noisy = matched.model.rows.clone()
-    noisy[-1] = draws.truncated_laplace(row, 0.1, 1.0, stream(3))
+    noisy[-1] = truncated_laplace(row, 0.1, 1.0, stream(3))
     bare = replace(matched, model=replace(matched.model, rows=noisy))
     like = _kernel_release.class_prior(matched.others, 5, False)
     with_alpha, without = (
@@ -372,9 +372,7 @@ def test_the_claim_bounds_what_a_move_by_beta_tells_and_no_more() -> None:
     def area(one: Tensor, other: Tensor) -> float:
         ratios = []
         for index, row in enumerate((one, other)):
-            noisy = draws.truncated_laplace(
-                row.repeat(4000, 1), model.scale, model.bound, stream(index)
-            )
+            noisy = truncated_laplace(row.repeat(4000, 1), model.scale, model.bound, stream(index))
             away = replace(model, rows=noisy).log_density(torch.stack([one, other]))
             ratios.append(away[0] - away[1])
         return membership_auc(torch.cat(ratios), torch.arange(8000) < 4000)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from scipy.stats import binom, norm
 
 from fedsim.privacy.composition import correlated
-from fedsim.privacy.composition.participation import grid, squared_norms
+from fedsim.privacy.composition.correlated import grid, squared_norms
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCalibration, CorrelatedCurve
 
 LAMBDAS = [0.0, 0.3, 0.7, 0.95]

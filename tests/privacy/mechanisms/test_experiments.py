@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 from scipy.stats import kstest, multivariate_normal
 
 from fedsim.privacy.contract import Experiment
-from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedExperiment
+from fedsim.privacy.mechanisms.correlated_gaussian import (
+    CorrelatedExperiment,
+    PoissonGaussianExperiment,
+)
 from fedsim.privacy.mechanisms.gaussian import GaussianExperiment
 from fedsim.privacy.mechanisms.gaussian_sampling import GaussianSamplingExperiment
 from fedsim.privacy.mechanisms.laplace import TruncatedLaplaceExperiment
 from fedsim.privacy.mechanisms.least_squares import LeastSquaresExperiment
-from fedsim.privacy.mechanisms.poisson_gaussian import PoissonGaussianExperiment
 from fedsim.privacy.mechanisms.projection import RandomProjectionExperiment
 
 Floats = NDArray[np.float64]

@@ -12,8 +12,7 @@ from ndis_reference import regression_terms, two_groups
 from scipy.stats import f as f_distribution
 from scipy.stats import kstest
 
-from fedsim.privacy.mechanisms import least_squares, projection
-from fedsim.privacy.numerics import ndis
+from fedsim.privacy.mechanisms import least_squares, normal, projection
 from fedsim.types import FedsimError
 
 WAYS = ("forward", "reverse")
@@ -69,8 +68,8 @@ def test_it_is_that_of_the_two_normal_releases() -> None:
     present, absent = release(features, target), release(features[1:], target[1:])
     for epsilon in (0.0, 0.5, 2.0):
         for way, pair in (
-            ("forward", ndis.pair(*present, *absent)),
-            ("reverse", ndis.pair(*absent, *present)),
+            ("forward", normal.pair(*present, *absent)),
+            ("reverse", normal.pair(*absent, *present)),
         ):
             found = least_squares.log_delta(p, q, r, d, epsilon, way)  # type: ignore[arg-type]
             assert float(found) == pytest.approx(float(pair.log_delta(epsilon)), rel=1e-9)

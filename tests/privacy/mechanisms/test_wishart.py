@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from fedsim.privacy.mechanisms import wishart
-from fedsim.privacy.numerics import ndis, quadratic
+from fedsim.privacy.mechanisms import normal, wishart
+from fedsim.privacy.numerics import quadratic
 
 
 def of_eigenvalues(a: np.ndarray, k: float, epsilon: float) -> np.ndarray:
@@ -29,8 +29,8 @@ def test_it_is_that_of_the_draws() -> None:
     other = np.linalg.inv(np.linalg.inv(root).T @ np.diag(1 - a) @ np.linalg.inv(root))
     blocks = [np.kron(np.eye(4), each) for each in (kernel, other)]
     pairs = (
-        ndis.pair(np.zeros(12), blocks[0], np.zeros(12), blocks[1]),
-        ndis.pair(np.zeros(12), blocks[1], np.zeros(12), blocks[0]),
+        normal.pair(np.zeros(12), blocks[0], np.zeros(12), blocks[1]),
+        normal.pair(np.zeros(12), blocks[1], np.zeros(12), blocks[0]),
     )
     for epsilon in (0.0, 0.5, 3.0):
         expected = max(float(pair.log_delta(epsilon)) for pair in pairs)

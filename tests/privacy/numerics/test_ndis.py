@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from ndis_reference import rotated, two_groups
 
-from fedsim.privacy.numerics import gaussian, ndis
+from fedsim.privacy.mechanisms import normal
+from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError
 
 
@@ -43,7 +44,7 @@ def test_three_dimensions_agree_with_the_moments_of_the_matrices(seed: int, epsi
     with mp.workdps(16):
         log_moment, at = log_moment_of(*pair)
         expected = rotated(log_moment, epsilon, at)
-        found = float(np.exp(ndis.pair(*pair).log_delta(epsilon)))
+        found = float(np.exp(normal.pair(*pair).log_delta(epsilon)))
         assert abs(found / expected - 1) < 1e-9
 
 
@@ -62,7 +63,7 @@ def test_fifty_dimensions_agree_with_two_groups_in_disguise(a1: float, a2: float
     mean2[0] = b1 / (1 - a1)  # b = precision of the second times the difference of the means
     place = mix @ rotation
     cov2 = place @ np.diag(1 / precision) @ place.T
-    pair = ndis.pair(np.zeros(size), mix @ mix.T, place @ mean2, cov2)
+    pair = normal.pair(np.zeros(size), mix @ mix.T, place @ mean2, cov2)
     found = float(np.exp(pair.log_delta(epsilon)))
     with mp.workdps(20):
         c = (
@@ -78,13 +79,13 @@ def test_equal_covariances_are_the_gaussian_mechanism() -> None:
     mean1, cov, mean2, _ = random_pair(6, 2)
     distance = math.sqrt((mean1 - mean2) @ np.linalg.solve(cov, mean1 - mean2))
     for epsilon in (0.0, 0.3, 2.0, 20.0):
-        found = ndis.pair(mean1, cov, mean2, cov).log_delta(epsilon)
+        found = normal.pair(mean1, cov, mean2, cov).log_delta(epsilon)
         assert found == pytest.approx(float(gaussian.log_delta(1 / distance, epsilon)), rel=1e-11)
 
 
 def test_laws() -> None:
     pair = random_pair(5, 4)
-    form = ndis.pair(*pair)
+    form = normal.pair(*pair)
     epsilons = np.linspace(0, 8, 30)
     curve = form.log_delta(epsilons)
     assert (np.diff(curve) < 0).all()
@@ -93,45 +94,45 @@ def test_laws() -> None:
     mix, move = stream.normal(size=(5, 5)), stream.normal(size=5)
     mean1, cov1, mean2, cov2 = pair
     covs = mix @ cov1 @ mix.T, mix @ cov2 @ mix.T
-    moved = ndis.pair(mix @ mean1 + move, covs[0], mix @ mean2 + move, covs[1])
+    moved = normal.pair(mix @ mean1 + move, covs[0], mix @ mean2 + move, covs[1])
     assert np.allclose(moved.log_delta(epsilons), curve, rtol=1e-9)
     # dropping a dimension is post-processing
-    fewer = ndis.pair(mean1[:4], cov1[:4, :4], mean2[:4], cov2[:4, :4])
+    fewer = normal.pair(mean1[:4], cov1[:4, :4], mean2[:4], cov2[:4, :4])
     assert (fewer.log_delta(epsilons) <= curve + 1e-12).all()
     # at ε = 0 it is the total variation, the same in both directions
-    back = ndis.pair(mean2, cov2, mean1, cov1)
+    back = normal.pair(mean2, cov2, mean1, cov1)
     assert float(back.log_delta(0.0)) == pytest.approx(float(form.log_delta(0.0)), rel=1e-10)
-    assert ndis.pair(mean1, cov1, mean1, cov1).log_delta(0.0) == -math.inf
+    assert normal.pair(mean1, cov1, mean1, cov1).log_delta(0.0) == -math.inf
 
 
 def test_directions_without_variance() -> None:
     flat = np.diag([1.0, 0.0])
-    same = ndis.pair([0, 1], flat, [0.5, 1], flat)
+    same = normal.pair([0, 1], flat, [0.5, 1], flat)
     assert float(same.log_delta(0.1)) == pytest.approx(float(gaussian.log_delta(2.0, 0.1)))
     for other in (([0, 1], flat, [0, 2], flat), ([0, 1], flat, [0, 1], np.eye(2))):
-        assert ndis.pair(*other).log_delta(3.0) == 0.0
-        assert ndis.pair(*other).epsilon(0.5) == math.inf
+        assert normal.pair(*other).log_delta(3.0) == 0.0
+        assert normal.pair(*other).epsilon(0.5) == math.inf
     # singular along a direction that is no axis
     line = np.ones((2, 2))
-    assert float(ndis.pair([0, 0], line, [1, 1], line).log_delta(0.0)) == pytest.approx(
+    assert float(normal.pair([0, 0], line, [1, 1], line).log_delta(0.0)) == pytest.approx(
         float(gaussian.log_delta(1.0, 0.0))
     )
-    assert ndis.pair([0, 0], line, [1, 0], line).log_delta(0.0) == 0.0
+    assert normal.pair([0, 0], line, [1, 0], line).log_delta(0.0) == 0.0
 
 
 def test_the_estimator_keeps_its_guarantee() -> None:
     """Hoeffding's interval holds the exact value in at least the promised share of trials."""
-    form = ndis.pair(*random_pair(3, 8))
+    form = normal.pair(*random_pair(3, 8))
     exact = math.exp(float(form.log_delta(0.5)))
     held = 0
     for trial in range(100):
-        found = ndis.estimate(
+        found = normal.estimate(
             form, 0.5, error=0.05, confidence=0.9, rng=np.random.default_rng(trial)
         )
         assert found.draws == math.ceil(math.log(2 / 0.1) / (2 * 0.05**2))
         held += found.interval[0] <= exact <= found.interval[1]
     assert held >= 90
-    many = ndis.estimate(form, 0.5, error=0.002, confidence=0.99, rng=np.random.default_rng(0))
+    many = normal.estimate(form, 0.5, error=0.002, confidence=0.99, rng=np.random.default_rng(0))
     assert many.delta == pytest.approx(exact, abs=0.002)
 
 
@@ -154,4 +155,4 @@ def test_what_is_no_pair_is_refused(at: int, value: object, said: str) -> None:
     wrong = [*GOOD]
     wrong[at] = value  # type: ignore[call-overload]
     with pytest.raises(FedsimError, match=said):
-        ndis.pair(*wrong)
+        normal.pair(*wrong)
