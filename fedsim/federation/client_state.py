@@ -25,13 +25,7 @@ from typing import Any
 
 import torch
 
-from fedsim.federation.noise_use import (
-    note_release,
-    noted_rounds,
-    notes,
-    refuse_past,
-    use_once,
-)
+from fedsim.federation.noise_use import note_release, noted_rounds, notes, refuse_past, use_once
 from fedsim.recording import truth
 from fedsim.recording.files import (
     read_tensors,

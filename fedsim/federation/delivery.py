@@ -45,11 +45,7 @@ class Delivery:
 
 
 def exchange(
-    grid: Grid,
-    messages: Sequence[Message],
-    timeout: float,
-    *,
-    expire_after: float | None = None,
+    grid: Grid, messages: Sequence[Message], timeout: float, *, expire_after: float | None = None
 ) -> Iterator[tuple[int, Message | None]]:
     """Sends `messages` and yields (position in `messages`, reply) as replies arrive.
 

@@ -64,8 +64,7 @@ class Deployed:
         """Writes these facts below the run's folder `out`; a secret that is there already stays."""
         statistics = {unit: list(said) for unit, said in self.census.private_statistics.items()}
         files.write_json(
-            out / "census.json",
-            {"held": list(self.census.held), "private_statistics": statistics},
+            out / "census.json", {"held": list(self.census.held), "private_statistics": statistics}
         )
         path = out / "server.secret"
         if self.secret is not None and not path.exists():

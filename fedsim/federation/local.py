@@ -155,11 +155,7 @@ def run_server(server_app: ServerApp, grid: Grid) -> None:
     """Runs the ServerApp to its end in this process; `grid` carries messages to its clients."""
     keep_freed()  # each message is made of the same large pieces as the one before
     context = Context(
-        run_id=_RUN_ID,
-        node_id=SUPERLINK_NODE_ID,
-        node_config={},
-        state=RecordDict(),
-        run_config={},
+        run_id=_RUN_ID, node_id=SUPERLINK_NODE_ID, node_config={}, state=RecordDict(), run_config={}
     )
     with identity():
         server_app(grid, context)

@@ -104,10 +104,7 @@ def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
             )
 
 
-OF_SCENARIO: list[Callable[[Scenario, Collection[str]], None]] = [
-    engine_runs_here,
-    strategy_fits,
-]
+OF_SCENARIO: list[Callable[[Scenario, Collection[str]], None]] = [engine_runs_here, strategy_fits]
 
 
 # Of a stack, whoever computes its clients.

@@ -198,10 +198,7 @@ class Averages:
         """Yields each client's mean, by ascending client, with the last release's examples."""
         for client, (releases, clients) in sorted(self._counts.items()):
             yield MeanRelease(
-                client=client,
-                update=self._mean(client),
-                num_clients=clients,
-                releases=releases,
+                client=client, update=self._mean(client), num_clients=clients, releases=releases
             )
 
     def _forget(self) -> None:

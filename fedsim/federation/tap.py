@@ -29,14 +29,7 @@ from fedsim.federation.secure_aggregation import plan
 from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.rounds import Model, SecureSum
 from fedsim.federation.secure_aggregation.terms import AbortedError
-from fedsim.federation.spool import (
-    BUDGET,
-    Averages,
-    MeanRelease,
-    Spool,
-    lazy_record,
-    scratch,
-)
+from fedsim.federation.spool import BUDGET, Averages, MeanRelease, Spool, lazy_record, scratch
 from fedsim.federation.wire import size_of
 from fedsim.recording.files import save_observation
 from fedsim.training.schedule import Probe
@@ -61,12 +54,7 @@ class TapGrid(WrappedGrid):
     """
 
     def __init__(
-        self,
-        grid: Grid,
-        server: Server,
-        nodes: Mapping[int, int],
-        out: Path,
-        delivery: Delivery,
+        self, grid: Grid, server: Server, nodes: Mapping[int, int], out: Path, delivery: Delivery
     ) -> None:
         """Wraps `grid`, before any round.
 

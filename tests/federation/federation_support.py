@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Context, Message, RecordDict
 
 from fedsim.federation import client_app, federate, local, server_app
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import FederationJob
 from fedsim.federation.records import RoundRecord
+from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.recording.files import load_observation
 from fedsim.scenario import Scenario
 from fedsim.training.source import load_dataset
@@ -93,12 +95,7 @@ def train(
     """Train on the local engine; returns the rounds."""
     records: list[RoundRecord] = []
     federate(
-        wanted,
-        stack,
-        out,
-        resume=resume,
-        on_round=records.append,
-        server=workload(wanted, stack),
+        wanted, stack, out, resume=resume, on_round=records.append, server=workload(wanted, stack)
     )
     return records
 
@@ -159,3 +156,10 @@ def results(records: list[RoundRecord]) -> list[dict[str, Any]]:
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Whether all tensors are equal bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def identities(count: int) -> dict[int, Identity]:
+    """Of clients that know each other's keys for secure sums."""
+    keys = [Ed25519PrivateKey.generate() for _ in range(count)]
+    peers = {client: key.public_key().public_bytes_raw() for client, key in enumerate(keys)}
+    return {client: Identity(key=key, peers=peers) for client, key in enumerate(keys)}

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from federation_support import (
-    final_model,
-    observation,
-    scenario,
-    train,
-    workload,
-)
+from federation_support import final_model, observation, scenario, train, workload
 from torch import Tensor, nn
 
 from fedsim import rng

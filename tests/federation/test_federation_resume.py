@@ -179,9 +179,7 @@ def test_a_checkpoint_of_more_data_is_refused(tmp_path: Path) -> None:
         data = load_dataset(wanted)
         assert isinstance(data, Dataset)
         fewer = replace(
-            data,
-            train_images=data.train_images[:images],
-            train_labels=data.train_labels[:images],
+            data, train_images=data.train_images[:images], train_labels=data.train_labels[:images]
         )
         own = Workload(wanted, "none", fewer)
         federate(wanted, "none", tmp_path, resume=resume, on_round=told.append, server=own)

@@ -14,6 +14,7 @@ import torch
 from clock import stopped
 from federation_support import (
     STRATEGIES,
+    Fault,
     contents,
     final_model,
     observation,
@@ -24,7 +25,7 @@ from federation_support import (
     train_with_fault,
     workload,
 )
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import Message, MetricRecord
 from flwr.serverapp.strategy import FedAvg
 
 from fedsim.contracts.defense import global_norm
@@ -43,6 +44,12 @@ from fedsim.training.server import Server
 from fedsim.types import FedsimError
 
 Honest = Callable[[], Message]
+BIAS, FIRST = "head.output.bias", torch.tensor([0])
+BATCH_NORM: dict[str, Any] = {
+    "data__source": {"name": "digits", "parameters": {"size": 9}},
+    "model": {"name": "convnet", "parameters": {"width": 2, "norm": "batch"}},
+}
+SECURE = {"none": [], "secure": [{"name": "aggregate"}]}
 
 
 def tensors(message: Message) -> dict[str, torch.Tensor]:
@@ -79,53 +86,46 @@ def _raise(client: int, message: Message, honest: Honest) -> Message:
     raise ValueError("no data\x1b[31m today")
 
 
-def _poison(value: float) -> Callable[[int, Message, Honest], Message]:
-    def poison(client: int, message: Message, honest: Honest) -> Message:
-        reply = honest()
-        arrays = tensors(reply)
-        arrays["head.output.bias"][0] = value
-        reply.content[wire.ARRAYS] = wire.encode(arrays)
-        return reply
-
-    return poison
-
-
-def _nan_loss(client: int, message: Message, honest: Honest) -> Message:
-    reply = honest()
-    reply.content[wire.METRICS] = MetricRecord({wire.EXAMPLES: 4, wire.LOSS: math.nan})
-    return reply
-
-
-def _too_weighty(client: int, message: Message, honest: Honest) -> Message:
-    reply = honest()
-    metrics = reply.content[wire.METRICS]
-    assert isinstance(metrics, MetricRecord)
-    metrics[wire.EXAMPLES] = 2**39
-    return reply
-
-
-def _drop_a_name(client: int, message: Message, honest: Honest) -> Message:
-    reply = honest()
-    arrays = reply.content[wire.ARRAYS]
-    assert isinstance(arrays, ArrayRecord)
-    del arrays["head.output.bias"]
-    return reply
-
-
-def _wrong_dtype(client: int, message: Message, honest: Honest) -> Message:
-    reply = honest()
-    doubled = {name: value.double() for name, value in tensors(reply).items()}
-    reply.content[wire.ARRAYS] = wire.encode(doubled)
-    return reply
-
-
 def _slow(client: int, message: Message, honest: Honest) -> Message:
     reply = honest()
     local.time.sleep(0.6)  # on the test's clock
     return reply
 
 
-def _only(client: int, fault: Callable[[int, Message, Honest], Message]) -> Any:
+def _honest(client: int, message: Message, honest: Honest) -> Message:
+    return honest()
+
+
+def _moved(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Fault:
+    """Answers with another update than the client has computed."""
+
+    def fault(client: int, message: Message, honest: Honest) -> Message:
+        reply = honest()
+        reply.content[wire.ARRAYS] = wire.encode(change(tensors(reply)))
+        return reply
+
+    return fault
+
+
+def _scaled(factor: float) -> Fault:
+    return _moved(lambda update: {name: factor * value for name, value in update.items()})
+
+
+def _poison(value: float) -> Fault:
+    return _moved(lambda update: {**update, BIAS: update[BIAS].index_fill(0, FIRST, value)})
+
+
+def _says(**numbers: float) -> Fault:
+    def fault(client: int, message: Message, honest: Honest) -> Message:
+        reply = honest()
+        told = {wire.EXAMPLES: 4, wire.LOSS: 1.0, **numbers}
+        reply.content[wire.METRICS] = MetricRecord(told)
+        return reply
+
+    return fault
+
+
+def _only(client: int, fault: Fault) -> Fault:
     return lambda who, message, honest: fault(who, message, honest) if who == client else honest()
 
 
@@ -134,16 +134,16 @@ def _only(client: int, fault: Callable[[int, Message, Honest], Message]) -> Any:
     [
         (_raise, "client_error"),
         (_slow, "late"),
-        (_drop_a_name, "malformed"),
-        (_wrong_dtype, "malformed"),
-        (_too_weighty, "malformed"),
+        (_moved(lambda u: {n: v for n, v in u.items() if n != BIAS}), "malformed"),
+        (_moved(lambda u: {n: v.double() for n, v in u.items()}), "malformed"),
+        (_says(**{wire.EXAMPLES: 2**39}), "malformed"),
         (_poison(math.nan), "non_finite"),
         (_poison(math.inf), "non_finite"),
-        (_nan_loss, "non_finite"),
+        (_says(**{wire.LOSS: math.nan}), "non_finite"),
     ],
 )
 def test_a_bad_answer_is_counted_and_left_out(
-    fault: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Fault, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model is that of the three others."""
     stopped(monkeypatch)
@@ -179,13 +179,8 @@ def test_a_round_without_a_usable_update_leaves_the_model_as_it_is(tmp_path: Pat
 
 
 def test_a_zero_update_is_aggregated_and_counted(tmp_path: Path) -> None:
-    def silence(client: int, message: Message, honest: Honest) -> Message:
-        reply = honest()
-        zeros = {name: torch.zeros_like(value) for name, value in tensors(reply).items()}
-        reply.content[wire.ARRAYS] = wire.encode(zeros)
-        return reply
-
-    (record,) = train_with_fault(scenario(training__rounds=1), tmp_path, _only(1, silence))
+    wanted = scenario(training__rounds=1)
+    (record,) = train_with_fault(wanted, tmp_path, _only(1, _scaled(0.0)))
     assert (record.aggregated, record.zero_updates) == (4, 1)
     assert not any(record.failures.values())
 
@@ -213,11 +208,7 @@ def test_an_aggregate_is_all_that_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stack", ["none", "secure", "topk"])
 def test_probes_are_recorded_and_change_nothing(stack: str, tmp_path: Path) -> None:
-    defenses = {
-        "none": [],
-        "secure": [{"name": "aggregate"}],
-        "topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}],
-    }
+    defenses = {**SECURE, "topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]}
     plain = scenario(defenses=defenses)
     probed = scenario(
         defenses=defenses,
@@ -270,13 +261,13 @@ class Backwards(LocalGrid):
 @pytest.mark.parametrize("stack", ["none", "secure"])
 def test_the_order_of_answers_and_nodes_leaves_no_trace(stack: str, tmp_path: Path) -> None:
     wanted = scenario(
-        defenses={"none": [], "secure": [{"name": "aggregate"}]},
+        defenses=SECURE,
         data__clients=7,
         federation={"strategy": "FedAdam"},
         training__local={"steps": 2, "batch_size": 4, "lr": 0.1},
     )
-    forth = train_with_fault(wanted, tmp_path / "a", _only(-1, _raise), stack)
-    back = train_with_fault(wanted, tmp_path / "b", _only(-1, _raise), stack, grid=Backwards)
+    forth = train_with_fault(wanted, tmp_path / "a", _honest, stack)
+    back = train_with_fault(wanted, tmp_path / "b", _honest, stack, grid=Backwards)
     assert results(forth) == results(back)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
@@ -289,7 +280,7 @@ def _fail(*_: object) -> None:
 def test_a_round_on_disk_is_a_round_in_memory(
     stack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = scenario(defenses={"none": [], "secure": [{"name": "aggregate"}]})
+    wanted = scenario(defenses=SECURE)
     train(wanted, tmp_path / "memory", stack)
     monkeypatch.setattr(tap, "Spool", partial(Spool, budget=0))
     train(wanted, tmp_path / "disk", stack)
@@ -304,8 +295,7 @@ def test_a_round_on_disk_is_a_round_in_memory(
 def test_probes_see_the_model_of_their_round(tmp_path: Path) -> None:
     """Batch norm's statistics too, though training has by then made new ones."""
     wanted = scenario(
-        data__source={"name": "digits", "parameters": {"size": 9}},
-        model={"name": "convnet", "parameters": {"width": 2, "norm": "batch"}},
+        **BATCH_NORM,
         observe={"rounds": [2], "clients": [1], "batch_sizes": [3]},
     )
     train(wanted, tmp_path)
@@ -320,8 +310,7 @@ def test_probes_see_the_model_of_their_round(tmp_path: Path) -> None:
 def test_batch_norm_statistics_are_averaged_whatever_the_strategy(tmp_path: Path) -> None:
     """FedAdam at this rate would drive a variance below zero."""
     wanted = scenario(
-        data__source={"name": "digits", "parameters": {"size": 9}},
-        model={"name": "convnet", "parameters": {"width": 2, "norm": "batch"}},
+        **BATCH_NORM,
         federation={"strategy": "FedAdam", "strategy_parameters": {"eta": 1.0}},
         observe={"rounds": [1], "clients": "all"},
         training__rounds=2,
@@ -339,8 +328,7 @@ def test_batch_norm_statistics_are_averaged_whatever_the_strategy(tmp_path: Path
 
 def test_in_eval_mode_no_statistics_leave_the_client(tmp_path: Path) -> None:
     wanted = scenario(
-        data__source={"name": "digits", "parameters": {"size": 9}},
-        model={"name": "convnet", "parameters": {"width": 2, "norm": "batch"}},
+        **BATCH_NORM,
         training__local={"steps": 1, "batch_size": 4, "lr": 0.1, "mode": "eval"},
     )
     train(wanted, tmp_path)
@@ -417,11 +405,7 @@ def test_a_strategy_that_fails_is_named(tmp_path: Path) -> None:
 def test_clients_clip_to_the_norm_that_flower_sends(tmp_path: Path) -> None:
     """Flower 1.41 lowers the norm where all are clipped, by which they stay clipped."""
     name = "DifferentialPrivacyClientSideAdaptiveClipping"
-    parameters = {
-        **STRATEGIES[name],
-        "noise_multiplier": 0.0,
-        "initial_clipping_norm": 1e-3,
-    }
+    parameters = {**STRATEGIES[name], "noise_multiplier": 0.0, "initial_clipping_norm": 1e-3}
     wanted = scenario(
         federation={"strategy": name, "strategy_parameters": parameters},
         training__algorithm="fedavg",
@@ -478,13 +462,8 @@ def test_a_round_without_answers_spends_nothing_and_ends_no_run(tmp_path: Path) 
 
 
 def test_an_update_of_zero_ends_no_run(tmp_path: Path) -> None:
-    def still(client: int, message: Message, honest: Honest) -> Message:
-        reply = honest()
-        zeros = {name: torch.zeros_like(value) for name, value in tensors(reply).items()}
-        reply.content[wire.ARRAYS] = wire.encode(zeros)
-        return reply
-
-    records = train_with_fault(_budgeted(training__rounds=1), tmp_path, _only(2, still))
+    wanted = _budgeted(training__rounds=1)
+    records = train_with_fault(wanted, tmp_path, _only(2, _scaled(0.0)))
     assert [record.aggregated for record in records] == [0]
     assert "an update is zero" in records[0].details[0]
 
@@ -513,7 +492,7 @@ def test_a_deployed_strategys_noise_follows_from_no_seed_that_clients_know(
         server = workload(wanted)
         object.__setattr__(server, "noise_seed", secret)
         monkeypatch.setattr("federation_support.workload", lambda *_, server=server: server)
-        train_with_fault(wanted, tmp_path / str(number), lambda client, order, honest: honest())
+        train_with_fault(wanted, tmp_path / str(number), _honest)
         models.append(final_model(tmp_path / str(number), wanted))
     assert same(models[1], models[3])
     assert not any(same(models[one], models[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
@@ -524,17 +503,10 @@ def test_noise_of_a_strategy_is_used_for_one_mean_only(tmp_path: Path) -> None:
         training__rounds=1, training__local={"steps": 1, "batch_size": 4, "lr": 1e-4}
     )
     for _ in range(2):
-        train_with_fault(wanted, tmp_path, lambda client, message, honest: honest())
+        train_with_fault(wanted, tmp_path, _honest)
         (tmp_path / "checkpoints" / "none.safetensors").unlink()
-
-    def other(client: int, message: Message, honest: Honest) -> Message:
-        reply = honest()
-        halves = {name: value / 2 for name, value in tensors(reply).items()}
-        reply.content[wire.ARRAYS] = wire.encode(halves)
-        return reply
-
     with pytest.raises(FedsimError, match="the strategy has answered in round 1 for other values"):
-        train_with_fault(wanted, tmp_path, other)
+        train_with_fault(wanted, tmp_path, _scaled(0.5))
 
 
 def test_noise_of_the_server_is_used_for_one_sum_only(tmp_path: Path) -> None:
@@ -550,4 +522,4 @@ def test_noise_of_the_server_is_used_for_one_sum_only(tmp_path: Path) -> None:
         assert record.failures["client_error"] == 1, "the same sum, twice"
         checkpoint.unlink()
     with pytest.raises(FedsimError, match="the server has answered in round 1 for other values"):
-        train_with_fault(wanted, tmp_path, lambda client, message, honest: honest(), "ftrl")
+        train_with_fault(wanted, tmp_path, _honest, "ftrl")

@@ -63,7 +63,11 @@ def retrained(model: nn.Module, exchange: Exchange, testimony: Testimony) -> dic
 
 @pytest.mark.parametrize(
     "name",
-    ["quickstart", "advanced", "embedded", pytest.param("resnet", marks=pytest.mark.by_hand)],
+    [
+        "quickstart",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("advanced", "embedded")),
+        pytest.param("resnet", marks=pytest.mark.by_hand),
+    ],
 )
 def test_training_on_what_was_witnessed_gives_what_was_tapped(name: str, ran: Any) -> None:
     """Tap and witness together hold the whole truth: the same steps lead to the same answer."""
@@ -85,6 +89,7 @@ def test_training_on_what_was_witnessed_gives_what_was_tapped(name: str, ran: An
     assert exchange.number("num-examples") == said[exchange.message_id].said.images
 
 
+@pytest.mark.slow
 def test_a_tap_sees_what_a_local_defense_lets_out(ran: Any) -> None:
     """Clipped to 0.1, with noise on every entry: not what the client computed."""
     exchanges, said = recorded(ran("local_dp"))
@@ -99,6 +104,7 @@ def test_a_tap_sees_what_a_local_defense_lets_out(ran: Any) -> None:
     assert float(torch.nn.functional.cosine_similarity(true, change, dim=0)) < 0.9
 
 
+@pytest.mark.slow
 def test_a_tapped_app_computes_what_the_untapped_does(tmp_path: Path) -> None:
     weights = []
     for tapped in (True, False):

@@ -353,11 +353,7 @@ def test_an_answer_that_lies_where_another_nodes_belongs_is_refused(tmp_path: Pa
 
 @pytest.mark.parametrize(
     "text",
-    [
-        '{"left_out": {"a": 1e999}}',
-        '{"left_out": {"a": null}}',
-        '{"left_out": ' + "[" * 100_000,
-    ],
+    ['{"left_out": {"a": 1e999}}', '{"left_out": {"a": null}}', '{"left_out": ' + "[" * 100_000],
     ids=["infinite", "none", "deep"],
 )
 def test_a_note_of_what_was_left_out_that_is_damaged_is_refused(text: str, tmp_path: Path) -> None:

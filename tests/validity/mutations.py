@@ -678,7 +678,7 @@ a client that adds up in secret also answers in the open
     fedsim/federation/client_app.py:FederationClient._respond [federation/test_federation_secure]
     self.workload.protocol => not self.workload
 a round is opened for two sets of clients
-    fedsim/federation/secure_aggregation/answers.py:Answers.agree
+    fedsim/federation/client_app.py:Answers.agree
     [federation/test_federation_secure]
     partial(state.open_sum, sum.round, signatures) => partial(state.open_sum, sum.round, {})
 clients that are told of different sums open one of fewer

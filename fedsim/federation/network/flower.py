@@ -332,10 +332,7 @@ def serving(
 def _execute(link: Link, token: str, answer: Callable[[Message, Context], Message]) -> None:
     """Answers one message as its ClientApp, and tells the SuperNode what became of it."""
     own = RuntimeTokenHttpInterceptor(token)
-    with (
-        _connect(RuntimeHttpClient, link, "flwr-clientapp", own) as client,
-        _beating(client),
-    ):
+    with _connect(RuntimeHttpClient, link, "flwr-clientapp", own) as client, _beating(client):
         message, context, _, _ = pull_task_input(client)
         status, why = SubStatus.COMPLETED, ""
         try:

@@ -18,9 +18,7 @@ import ipaddress
 import json
 import os
 import secrets
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -44,31 +42,12 @@ from fedsim.types import FedsimError
 _CLOCK_SKEW = timedelta(minutes=5)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Authority:
-    """Names the files of a certificate authority and of the one server that it vouches for."""
+def make_certificates(hosts: Sequence[str], *, days: int) -> dict[str, bytes]:
+    """Makes ca.crt of an authority, and server.crt and server.key of a server, as PEM by name.
 
-    certificate: Path
-    """Certificate by which nodes verify the server; no secret. `key` is the authority's private
-    key."""
-    key: Path
-    server_certificate: Path
-    server_key: Path
-
-
-def make_authority(folder: Path, hosts: Sequence[str], *, days: int = 2) -> Authority:
-    """Writes ca.crt, ca.key, server.crt and server.key into `folder`; returns their paths.
-
-    `hosts` are the server's names and IP addresses. Both certificates end after `days`. Files that
-    exist, and a folder that others may write into, are refused.
+    `hosts` are the server's names and IP addresses. Both certificates end after `days`. The
+    authority's own key is forgotten, so that nobody can vouch for another server with it.
     """
-    authority = Authority(
-        certificate=folder / "ca.crt",
-        key=folder / "ca.key",
-        server_certificate=folder / "server.crt",
-        server_key=folder / "server.key",
-    )
-    prepare(folder, list(vars(authority).values()))
     ca_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     ca_name, server_name = _name("fedsim throw-away authority"), _name("fedsim server")
     ca = (
@@ -86,26 +65,18 @@ def make_authority(folder: Path, hosts: Sequence[str], *, days: int = 2) -> Auth
         .add_extension(x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False)
         .sign(ca_key, hashes.SHA256())
     )
-    write_private(authority.certificate, ca.public_bytes(Encoding.PEM))
-    write_private(authority.key, _private(ca_key, PrivateFormat.PKCS8))
-    write_private(authority.server_certificate, server.public_bytes(Encoding.PEM))
-    write_private(authority.server_key, _private(server_key, PrivateFormat.PKCS8))
-    return authority
+    return {
+        "ca.crt": ca.public_bytes(Encoding.PEM),
+        "server.crt": server.public_bytes(Encoding.PEM),
+        "server.key": _private(server_key, PrivateFormat.PKCS8),
+    }
 
 
-def make_node_key(path: Path) -> Path:
-    """Writes a node's private key (ECDSA P-384, OpenSSH format); returns its public key's path.
-
-    `path` is for `flower-supernode --auth-supernode-private-key`. The returned path (`path` + .pub)
-    is for `flwr supernode register`.
-    """
-    public = path.with_name(path.name + ".pub")
-    prepare(path.parent, [path, public])
+def make_node_key() -> tuple[bytes, bytes]:
+    """Makes a node's private key (ECDSA P-384) and its public key, both in OpenSSH's format."""
     key = ec.generate_private_key(ec.SECP384R1())
-    write_private(path, _private(key, PrivateFormat.OpenSSH))
     line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    write_private(public, line + b"\n")
-    return public
+    return _private(key, PrivateFormat.OpenSSH), line + b"\n"
 
 
 def _builder(
@@ -159,26 +130,6 @@ def _host(host: str) -> x509.GeneralName:
 
 def _private(key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> bytes:
     return key.private_bytes(Encoding.PEM, form, NoEncryption())
-
-
-def prepare(folder: Path, files: Sequence[Path]) -> None:
-    """Makes `folder`, for its owner alone, and refuses to replace any of `files`."""
-    # One by one: `parents=True` would make the parents without this mode.
-    for missing in reversed([folder, *folder.parents]):
-        missing.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_mode & 0o022:
-        raise FedsimError(
-            f"{folder} is no place for keys, since others may write into it: chmod 700 {folder}"
-        )
-    for file in files:
-        if file.exists() or file.is_symlink():
-            raise FedsimError(f"{file} exists: remove it, or name another folder")
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Writes a new file that only its owner may read; a `FileExistsError` if it is there."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
 
 
 KEY_NAME, PEERS_NAME = "signing.key", "peers.json"
@@ -259,33 +210,37 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> l
             raise FedsimError(
                 f"--host: expected a name or an address alone, as in server.org, got {host!r}"
             )
-    # The authority's own key goes with this folder: nobody can vouch for another server with it.
-    with tempfile.TemporaryDirectory(prefix="fedsim-keys-") as made:
-        authority = make_authority(Path(made) / "authority", hosts, days=days)
-        root = paths.content(authority.certificate, paths.TEXT)
-        server = {
-            "server.crt": paths.content(authority.server_certificate, paths.TEXT),
-            "server.key": paths.content(authority.server_key, paths.TEXT),
-        }
-        secret = {_SECRET: secrets.token_bytes(SECRET_BYTES)}
-        parties: dict[str, dict[str, bytes]] = {
-            "superlink": {**server, **secret},
-            "gate": server,
-        }
-        public: dict[str, bytes] = {}
-        signing, peers = make_signing_keys(nodes)
-        for client in range(nodes):
-            key = Path(made) / f"node-{client}"
-            public[f"{key.name}.pub"] = paths.content(make_node_key(key), paths.TEXT)
-            parties[key.name] = {
-                "key": paths.content(key, paths.TEXT),
-                KEY_NAME: signing[client],
-                PEERS_NAME: peers,
-            }
-    parties["runner"] = {**secret, **public}  # the last, so that its ca.crt says that all are there
+    made = make_certificates(hosts, days=days)
+    root = {"ca.crt": made.pop("ca.crt")}
+    secret = {_SECRET: secrets.token_bytes(SECRET_BYTES)}
+    parties = {"superlink": {**made, **secret}, "gate": made}
+    runner = dict(secret)
+    signing, peers = make_signing_keys(nodes)
+    for client in range(nodes):
+        key, runner[f"node-{client}.pub"] = make_node_key()
+        parties[f"node-{client}"] = {"key": key, KEY_NAME: signing[client], PEERS_NAME: peers}
+    parties["runner"] = runner  # the last, so that its ca.crt says that all are there
     for party, files in parties.items():
-        prepare(folder / party, [folder / party / name for name in (*files, "ca.crt")])
+        _prepare(folder / party, [folder / party / name for name in (*files, "ca.crt")])
     for party, files in parties.items():
-        for name, content in {**files, "ca.crt": root}.items():
-            write_private(folder / party / name, content)
+        for name, content in {**files, **root}.items():
+            path = folder / party / name
+            # A new file that only its owner may read.
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
     return [folder / party for party in parties]
+
+
+def _prepare(folder: Path, files: Sequence[Path]) -> None:
+    """Makes `folder`, for its owner alone, and refuses to replace any of `files`."""
+    # One by one: `parents=True` would make the parents without this mode.
+    for missing in reversed([folder, *folder.parents]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_mode & 0o022:
+        raise FedsimError(
+            f"{folder} is no place for keys, since others may write into it: chmod 700 {folder}"
+        )
+    for file in files:
+        if file.exists() or file.is_symlink():
+            raise FedsimError(f"{file} exists: remove it, or name another folder")

@@ -17,11 +17,11 @@ from pydantic import ValidationError
 
 from fedsim.federation import client_app, refusals, wire
 from fedsim.federation.checkpoint import fingerprint
+from fedsim.federation.client_app import SumIdentity
 from fedsim.federation.network import census
 from fedsim.federation.network.home import pin_run, run_folder, secret_seed
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
-from fedsim.federation.secure_aggregation.answers import SumIdentity
 from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.rng import digest
 from fedsim.scenario import Scenario

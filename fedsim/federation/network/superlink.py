@@ -123,7 +123,7 @@ def superlink(folder: Path, port: int, log: Path) -> Child:
     """Starts a SuperLink on `port` of loopback; its output goes to the file `log`.
 
     It speaks TLS and lets in nodes with registered keys alone. `folder` holds its database,
-    `superexec.secret`, and the files that `keys.make_authority` writes. The call returns before it
+    `superexec.secret`, and the certificates of `keys.make_keys`. The call returns before it
     listens: `Child.await_port` waits for that.
     """
     return Child(

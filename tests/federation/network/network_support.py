@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,8 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.fleet_http_connection import http_request_response
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from fedsim.federation.network.keys import Authority
+from fedsim.federation.network.keys import make_certificates, make_node_key
+from fedsim.system.addresses import address_of, split
 
 NEVER = 600.0
 """Seconds after which a test gives up; a busy machine takes minutes for what takes none."""
@@ -109,6 +113,41 @@ def process(command: list[str], folder: Path, name: str) -> Iterator[subprocess.
         except subprocess.TimeoutExpired:
             running.kill()
             running.wait()
+
+
+@dataclass(frozen=True)
+class Authority:
+    """The folder of certificates of a server."""
+
+    folder: Path
+
+    @property
+    def certificate(self) -> Path:
+        return self.folder / "ca.crt"
+
+    @property
+    def server_certificate(self) -> Path:
+        return self.folder / "server.crt"
+
+    @property
+    def server_key(self) -> Path:
+        return self.folder / "server.key"
+
+
+def make_authority(folder: Path, hosts: list[str], *, days: int = 2) -> Authority:
+    folder.mkdir(parents=True)
+    for name, content in make_certificates(hosts, days=days).items():
+        (folder / name).write_bytes(content)
+    return Authority(folder)
+
+
+def write_node_key(path: Path) -> Path:
+    """Writes a node's key; returns the path of the public one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    public = path.with_name(path.name + ".pub")
+    for file, content in zip((path, public), make_node_key(), strict=True):
+        file.write_bytes(content)
+    return public
 
 
 @dataclass
@@ -260,3 +299,36 @@ def node_key(path: Path) -> ec.EllipticCurvePrivateKey:
     key = load_ssh_private_key(path.read_bytes(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     return key
+
+
+@contextmanager
+def eavesdropper(target: str, capture: Path) -> Iterator[str]:
+    """The address of a proxy in front of `target` that keeps all bytes in the folder `capture`."""
+    capture.mkdir()
+    numbers = itertools.count(1)
+
+    class Passage(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            place = capture / str(next(numbers))
+            with socket.create_connection(split(target)) as onward:
+                there = self.request, onward, place.with_suffix(".to_server")
+                back = onward, self.request, place.with_suffix(".to_client")
+                threads = [threading.Thread(target=_pass_on, args=way) for way in (there, back)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Passage) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield address_of(server.socket)
+        server.shutdown()
+
+
+def _pass_on(source: socket.socket, sink: socket.socket, kept: Path) -> None:
+    with kept.open("xb", buffering=0) as file, suppress(OSError):
+        while data := source.recv(64 * 1024):
+            file.write(data)
+            sink.sendall(data)
+    with suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)

@@ -8,26 +8,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import textwrap
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import soak
 import yaml
+from network_support import write_node_key
 
 from fedsim import deploying, pipeline
 from fedsim.federation.network import flower
-from fedsim.federation.network.keys import make_node_key
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.node import _JOIN_SECONDS
 from fedsim.federation.network.up import RunningFederation, federation
@@ -126,50 +123,6 @@ def test_a_superlink_that_forgets_ends_the_run_and_it_can_be_resumed(tmp_path: P
     assert checkpoint(out) == without_network(written, tmp_path / "local")
 
 
-LIAR = """
-    import sys, threading
-    from pathlib import Path
-
-    import numpy as np
-    from flwr.app import Array, ArrayRecord, Message
-
-    from fedsim.federation import wire
-    from fedsim.federation.network.node import NodeMembership, serve, until_told
-    from fedsim.federation.network.node_app import NodeApp
-    from fedsim.federation.network.policy import Policy
-
-    superlink, roots, key, home, kind, client = sys.argv[1:]
-
-    def lie(content):
-        update = content[wire.ARRAYS]
-        first = next(iter(update))
-        whole = update[first].numpy()
-        if kind == "nan":
-            update[first] = Array.from_numpy_ndarray(np.full_like(whole, np.nan))
-        elif kind == "truncated":
-            sent = update[first]
-            sent.data = sent.data[:-7]
-        elif kind == "oversized":
-            update[first] = Array.from_numpy_ndarray(np.zeros(30_000_000, np.float32))
-        elif kind == "many":  # an announcement of more than the gate lets pass
-            for number in range(150_000):
-                update[f"more-{number}"] = Array.from_numpy_ndarray(np.zeros(1, np.float32))
-        elif kind == "raises":
-            raise RuntimeError("no answer from me")
-
-    class Liar(NodeApp):
-        def __call__(self, message, context):
-            answer = super().__call__(message, context)
-            if message.metadata.message_type == "train":
-                lie(answer.content)
-            return answer
-
-    app = Liar(int(client), "scenario", Path(home), Policy(), shared_seed=True)
-    member = NodeMembership(superlink=superlink, roots=Path(roots), key=Path(key), home=Path(home))
-    serve(app, member, lambda line: print(line, file=sys.stderr, flush=True), until_told())
-"""
-
-
 @contextmanager
 def program(command: list[str], log: Path, **more: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process of a test, its output in `log`."""
@@ -214,7 +167,7 @@ def keyed(there: RunningFederation, folder: Path, name: str, *, registered: bool
     """The key of a node, made when it is first asked for."""
     key = folder / "keys" / name
     if not key.exists():
-        public = make_node_key(key)
+        public = write_node_key(key)
         if registered:
             flower.register(there.link, public.read_bytes())
     return key
@@ -229,142 +182,6 @@ def node_command(
         *("--key", str(keyed(there, folder, name)), "--home", str(home or folder / name)),
         *("--client", str(client), "--data", SCENARIO, "--shared-seed"),
     ]
-
-
-def liar_command(there: RunningFederation, folder: Path, kind: str, client: int) -> list[str]:
-    key = keyed(there, folder, kind)
-    return [
-        *(sys.executable, "-c", textwrap.dedent(LIAR)),
-        *(there.gate, str(there.link.roots), str(key), str(folder / kind), kind, str(client)),
-    ]
-
-
-@by_hand
-def test_nodes_that_lie_are_left_out(tmp_path: Path) -> None:
-    """The one honest node's update is all that is aggregated, and each lie has its reason."""
-    kinds = {
-        "nan": "non_finite",
-        "truncated": "malformed",
-        "oversized": "malformed",
-        "raises": "client_error",
-    }
-    written = soak.scenario(rounds=2, nodes=1 + len(kinds), timeout=120)
-    out = tmp_path / "out"
-    with ExitStack() as stack:
-        there = stack.enter_context(bare_federation(tmp_path))
-        stack.enter_context(joined(node_command(there, tmp_path, "honest", 0), tmp_path, "honest"))
-        for client, kind in enumerate(kinds, start=1):
-            stack.enter_context(joined(liar_command(there, tmp_path, kind, client), tmp_path, kind))
-        pipeline.run(written, out=out, link=there.link, workers=1)
-    for row in rows(out):
-        assert is_accounted(row)
-        assert row["aggregated"] == 1
-        assert row["failures"] == {
-            "client_error": 1,
-            "late": 0,
-            "malformed": 2,
-            "non_finite": 1,
-            "too_few": 0,
-        }
-
-
-@by_hand
-def test_a_node_that_floods_the_gate_is_late(tmp_path: Path) -> None:
-    written = soak.scenario(rounds=2, nodes=2, timeout=60)
-    out = tmp_path / "out"
-    with (
-        bare_federation(tmp_path) as there,
-        joined(node_command(there, tmp_path, "honest", 0), tmp_path, "honest"),
-        joined(liar_command(there, tmp_path, "many", 1), tmp_path, "many"),
-    ):
-        pipeline.run(written, out=out, link=there.link, workers=1)
-    assert all(is_accounted(row) and row["aggregated"] == 1 for row in rows(out))
-
-
-@contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own at `folder`."""
-    folder.mkdir(parents=True)
-    mount = shutil.which("mount")
-    done = mount and subprocess.run(
-        [mount, "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True
-    )
-    if not done or done.returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """Leave no byte free."""
-    path = folder / "ballast"
-    with path.open("wb", buffering=0) as file:
-        for size in (65536, 4096, 1):
-            try:
-                while True:
-                    file.write(b"x" * size)
-            except OSError:
-                continue
-    return path
-
-
-@by_hand
-def test_a_full_disk_at_a_node_costs_its_answers_only(tmp_path: Path) -> None:
-    written = soak.scenario(rounds=8, nodes=2, timeout=30)
-    out = tmp_path / "out"
-    with (
-        small_disk(tmp_path / "disk", "2m") as disk,
-        bare_federation(tmp_path) as there,
-    ):
-        full = node_command(there, tmp_path, "full", 1, disk / "home")
-        with (
-            joined(node_command(there, tmp_path, "roomy", 0), tmp_path, "roomy"),
-            joined(full, tmp_path, "full", disk / "node.log"),
-        ):
-
-            def strike() -> None:
-                wait_for(out.joinpath("rounds.jsonl").exists)
-                ballast = fill(disk)
-                wait_for(lambda: any(r["failures"]["client_error"] for r in rows(out)))
-                ballast.unlink()
-
-            thread = threading.Thread(target=strike)
-            thread.start()
-            pipeline.run(written, out=out, link=there.link, workers=1)
-            thread.join()
-    found = rows(out)
-    assert all(is_accounted(row) for row in found)
-    # Of the error, which names a path, the server is told the kind alone.
-    assert any("OSError: " in line for row in found for line in row["details"])
-    assert not any("No space" in line for row in found for line in row["details"])
-    assert found[-1]["aggregated"] == 2
-
-
-@by_hand
-def test_a_full_disk_at_the_runner_ends_the_run_and_it_can_be_resumed(tmp_path: Path) -> None:
-    written = soak.scenario(rounds=6, nodes=2, timeout=30)
-    with (
-        small_disk(tmp_path / "disk", "4m") as disk,
-        bare_federation(tmp_path, 2) as there,
-    ):
-        out = disk / "out"
-
-        def strike() -> None:
-            wait_for(out.joinpath("rounds.jsonl").exists)
-            fill(disk)
-
-        thread = threading.Thread(target=strike)
-        thread.start()
-        with pytest.raises(RunFailed, match="No space left"):
-            pipeline.run(written, out=out, link=there.link, workers=1)
-        thread.join()
-        (disk / "ballast").unlink()
-        pipeline.run(written, out=out, link=there.link, workers=1, resume=True)
-        assert [row["round"] for row in rows(out)] == list(range(1, 7))
-        assert all(is_accounted(row) for row in rows(out))
-        assert checkpoint(out) == without_network(written, tmp_path / "local")
 
 
 @by_hand
@@ -412,8 +229,7 @@ def begin(folder: Path, mark: str, *more: str) -> subprocess.Popen[bytes]:
 @by_hand
 @pytest.mark.parametrize("when", ["starting", "training"])
 @pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)],
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)]
 )
 def test_whatever_ends_it_nothing_is_left(
     tmp_path: Path, number: int, status: int, when: str

@@ -28,13 +28,12 @@ import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from network_support import NEVER, free_port, until
+from network_support import NEVER, Authority, free_port, make_authority, until
 
 from fedsim.federation.network import gate as gate_module
 from fedsim.federation.network import link, passage
 from fedsim.federation.network import log as log_module
 from fedsim.federation.network.gate import Gate, GateSettings
-from fedsim.federation.network.keys import Authority, make_authority
 from fedsim.federation.network.superlink import Child
 from fedsim.types import FedsimError
 

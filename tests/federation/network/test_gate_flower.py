@@ -32,14 +32,21 @@ from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.primitives.asymmetric import sign_message
 from flwr.supercore.runtime import RuntimeHttpClient
-from network_support import SuperLink, free_port, node_key, process, superlink, until
+from network_support import (
+    Authority,
+    SuperLink,
+    eavesdropper,
+    free_port,
+    node_key,
+    process,
+    superlink,
+    until,
+)
 from typer.testing import CliRunner
-from wire_support import eavesdropper
 
 from fedsim.cli.network import add_to
 from fedsim.federation.network.flower import BoundedGrid
 from fedsim.federation.network.gate import Gate, GateSettings
-from fedsim.federation.network.keys import Authority
 
 
 @dataclass
@@ -66,12 +73,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
     made = command("keys", str(folder / "keys"), "-n", "5", "--host", "::1", "--host", "127.0.0.1")
     assert made.exit_code == 0, made.output
     server = folder / "keys" / "superlink"
-    authority = Authority(
-        certificate=server / "ca.crt",
-        key=server / "nowhere",
-        server_certificate=server / "server.crt",
-        server_key=server / "server.key",
-    )
+    authority = Authority(server)
     *keys, _, stranger = (folder / "keys" / f"node-{number}" / "key" for number in range(5))
     with superlink(folder, authority, server / "superexec.secret") as link:
         nodes = {key: link.register(public_of(folder, key)) for key in keys}
@@ -128,6 +130,7 @@ def announce(node: int, message: Message) -> PushMessagesRequest:
     )
 
 
+@pytest.mark.slow
 def test_a_supernode_registers_heartbeats_and_pulls(federation: Federation) -> None:
     link, key = federation.link, next(iter(federation.nodes))
     assert link.authority
@@ -149,24 +152,38 @@ def test_a_supernode_registers_heartbeats_and_pulls(federation: Federation) -> N
     assert not federation.log.read_text()
 
 
-def test_an_order_and_its_reply_pass_unread(federation: Federation, tmp_path: Path) -> None:
-    """Who listens on the way sees TLS, and no byte of the update."""
-    key, identifier = list(federation.nodes.items())[1]
-    update, capture = np.random.default_rng(0).random((300, 500)), tmp_path / "capture"
+def overheard(link: SuperLink, key: Path | None, gate: str, capture: Path, update: Any) -> bytes:
+    """All that passes on the wire when a node answers an order with `update`."""
     with (
-        eavesdropper(federation.gate, capture) as address,
-        federation.link.run() as grid,
-        federation.link.node(key, address) as node,
+        eavesdropper(gate, capture) as address,
+        link.run() as grid,
+        link.node(key, address) as node,
     ):
-        (sent,) = grid.push_messages([order(identifier)])
+        (sent,) = grid.push_messages([order(node.identifier)])
         pulled = node.pull()
         assert np.array_equal(pulled.content["a"].to_numpy_ndarrays()[0], np.arange(5.0))
         node.push(reply(pulled, update))
         (answer,) = until(lambda: list(grid.pull_messages([sent])), "a reply")
-    assert np.array_equal(answer.content["a"].to_numpy_ndarrays()[0], update)
-    assert answer.metadata.src_node_id == identifier
-    passed = b"".join(path.read_bytes() for path in capture.iterdir())
+        assert answer.metadata.src_node_id == node.identifier
+    assert answer.content["a"].to_numpy_ndarrays()[0].tobytes() == update.tobytes()
+    return b"".join(path.read_bytes() for path in capture.iterdir())
+
+
+def test_an_order_and_its_reply_pass_unread(federation: Federation, tmp_path: Path) -> None:
+    """Who listens on the way sees TLS, and no byte of the update."""
+    key, update = list(federation.nodes)[1], np.random.default_rng(0).random((300, 500))
+    passed = overheard(federation.link, key, federation.gate, tmp_path / "capture", update)
     assert len(passed) > update.nbytes and update.tobytes()[:16] not in passed
+
+
+@pytest.mark.slow
+def test_plaintext_shows_the_update_bit_for_bit(tmp_path: Path) -> None:
+    update = np.random.default_rng(0).random((60, 100), dtype=np.float32)
+    update[0, :4] = float("nan"), float("-inf"), -0.0, 1e-45
+    update.view(np.int32)[0, 4] = 0x7FA12345  # a NaN with a payload
+    with superlink(tmp_path) as link:
+        passed = overheard(link, None, link.address, tmp_path / "capture", update)
+    assert update.tobytes() in passed
 
 
 def test_no_more_of_an_answer_is_read_than_was_asked_for(
@@ -270,9 +287,7 @@ def test_a_node_cannot_speak_for_another_or_for_the_server(
             assert status(lambda: fleet.PullMessages(pull_of(insider))) == 200
             forged_order = Message(RecordDict({"c": ConfigRecord({"a": 1})}), victim, "train")
             forged_order.metadata.__dict__.update(
-                _run_id=asked.metadata.run_id,
-                _src_node_id=1,
-                _message_id=forged_order.object_id,
+                _run_id=asked.metadata.run_id, _src_node_id=1, _message_id=forged_order.object_id
             )
             assert status(lambda: fleet.PushMessages(announce(insider, forged_order))) == expected
             bare = announce(insider, order(1))

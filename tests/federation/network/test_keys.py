@@ -1,13 +1,21 @@
-"""Each party gets what it needs and no more."""
+"""Each party gets the keys that it needs and no more, and what is no key is refused."""
 
 from __future__ import annotations
 
+import json
+import socket
+import ssl
 import stat
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
+from flwr.cli.supernode.register import try_load_public_key
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from network_support import make_authority, node_key, write_node_key
 
-from fedsim.federation.network.keys import make_keys, read_identity
+from fedsim.federation.network.keys import make_keys, make_signing_keys, read_identity
 from fedsim.types import FedsimError
 
 PARTIES = {
@@ -19,23 +27,15 @@ PARTIES = {
 }
 
 
-def names(folder: Path) -> dict[str, set[str]]:
-    return {party.name: {file.name for file in party.iterdir()} for party in folder.iterdir()}
-
-
 def test_each_party_gets_what_it_needs(tmp_path: Path) -> None:
     for volume in ("gate", "runner"):
         (tmp_path / volume).mkdir(mode=0o700)
-    make_keys(tmp_path, 2, ["superlink", "gate"], days=1)
-    assert names(tmp_path) == PARTIES
+    made = make_keys(tmp_path, 2, ["superlink", "gate"], days=1)
+    assert {party.name: {file.name for file in party.iterdir()} for party in made} == PARTIES
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
-    secrets = [
-        (tmp_path / party / "superexec.secret").read_bytes()
-        for party in PARTIES
-        if "superexec.secret" in PARTIES[party]
-    ]
-    assert len(set(secrets)) == 1
+    assert {stat.S_IMODE(party.stat().st_mode) for party in made} == {0o700}
+    assert len({path.read_bytes() for path in tmp_path.rglob("superexec.secret")}) == 1
     for own in ("key", "signing.key"):
         assert (tmp_path / "node-0" / own).read_bytes() != (tmp_path / "node-1" / own).read_bytes()
     for node in (0, 1):
@@ -44,10 +44,97 @@ def test_each_party_gets_what_it_needs(tmp_path: Path) -> None:
         assert known is not None and known.peers[node] == known.public
 
 
-def test_keys_are_never_replaced(tmp_path: Path) -> None:
+def test_keys_are_never_replaced_nor_put_where_others_may_write(tmp_path: Path) -> None:
     make_keys(tmp_path, 1, ["superlink"], days=1)
     for path in tmp_path.rglob("gate/*"):
         path.unlink()
     with pytest.raises(FedsimError, match=r"exists: remove it"):
         make_keys(tmp_path, 1, ["superlink"], days=1)
     assert not list((tmp_path / "gate").iterdir())
+    shared = tmp_path / "shared" / "gate"
+    shared.mkdir(parents=True)
+    shared.chmod(0o777)
+    with pytest.raises(FedsimError, match="chmod 700"):
+        make_keys(tmp_path / "shared", 1, ["superlink"], days=1)
+    assert not list((tmp_path / "shared").rglob("*.crt"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "superlink"])
+def test_the_authority_vouches_for_the_named_hosts(tmp_path: Path, host: str) -> None:
+    server = make_authority(tmp_path / "keys", ["127.0.0.1", "::1", "superlink"])
+    inside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    inside.load_cert_chain(server.server_certificate, server.server_key)
+    outside = ssl.create_default_context(cafile=server.certificate)
+    outside.verify_flags |= ssl.VERIFY_X509_STRICT  # as Python 3.13 has it by default
+    left, right = socket.socketpair()
+
+    def serve() -> None:
+        with inside.wrap_socket(left, server_side=True) as connection:
+            connection.recv(1)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with right, outside.wrap_socket(right, server_hostname=host) as connection:
+        assert connection.version() == "TLSv1.3"
+    thread.join()
+
+
+def test_flower_and_openssh_read_a_node_s_key(tmp_path: Path) -> None:
+    public = write_node_key(tmp_path / "node0")
+    key = node_key(tmp_path / "node0")
+    assert key.curve.name == "secp384r1"
+    assert try_load_public_key(public) == public_key_to_bytes(key.public_key())
+    (tmp_path / "node0").chmod(0o600)
+    try:
+        derived = subprocess.run(
+            ["ssh-keygen", "-y", "-f", str(tmp_path / "node0")], capture_output=True, check=True
+        )
+    except FileNotFoundError:
+        pytest.skip("no ssh-keygen")
+    assert derived.stdout.split()[:2] == public.read_bytes().split()
+
+
+@pytest.fixture
+def signing_key(tmp_path: Path) -> Path:
+    """A client's signing key, beside the `peers.json` that lists it."""
+    (secret,), public = make_signing_keys(1)
+    (tmp_path / "peers.json").write_bytes(public)
+    path = tmp_path / "signing.key"
+    path.write_bytes(secret)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "expected JSON of each client"),
+        ("{", "expected JSON of each client"),
+        ('{"0": "xyz"}', "expected JSON of each client"),
+        ('{"zero": "00"}', "expected JSON of each client"),
+        ('{"0": "00"}', "the key of client 0 is not 32 bytes"),
+        (json.dumps({"0": "11" * 32, "1": "11" * 32}), "two clients have one key"),
+        (json.dumps({"0": "11" * 32, "00": "22" * 32}), "two clients have one key"),
+    ],
+)
+def test_peers_that_are_none(content: str, message: str, signing_key: Path) -> None:
+    peers = signing_key.with_name("peers.json")
+    peers.write_text(content)
+    with pytest.raises(FedsimError, match=f"--peers: .*{message}"):
+        read_identity(signing_key, peers)
+
+
+def test_signing_keys_that_are_none(signing_key: Path) -> None:
+    peers = signing_key.with_name("peers.json")
+    assert read_identity(None, None) is None
+    with pytest.raises(FedsimError, match="give both, or neither"):
+        read_identity(signing_key, None)
+    with pytest.raises(FedsimError, match=r"--signing-key: .*check the path"):
+        read_identity(signing_key.with_name("missing"), peers)
+    signing_key.chmod(0o644)
+    with pytest.raises(FedsimError, match="others may read it"):
+        read_identity(signing_key, peers)
+    signing_key.chmod(0o600)
+    signing_key.write_bytes(b"short")
+    with pytest.raises(FedsimError, match="expected 32 bytes, got 5"):
+        read_identity(signing_key, peers)

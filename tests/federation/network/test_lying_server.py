@@ -232,10 +232,7 @@ def owned(folder: Path) -> Path:
     ],
 )
 def test_a_refusal_tells_nothing_of_the_data(
-    features: str,
-    target: dict[str, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    features: str, target: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A schema that does not fit were otherwise answered with a cell, or with the columns."""
     source = {

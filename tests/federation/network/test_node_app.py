@@ -8,19 +8,18 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from flwr.app import Context, Message, RecordDict
+from network_support import make_authority
 from nodes_support import TINY, nodes
 
 from fedsim.federation import wire
 from fedsim.federation.local import identity
-from fedsim.federation.network import keys, link
+from fedsim.federation.network import link
 from fedsim.federation.network.home import secret_seed
-from fedsim.federation.network.keys import make_authority
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy, Releases
 from fedsim.scenario import Scenario, expand
@@ -96,11 +95,7 @@ def test_a_node_has_its_own_folder_in_place_of_the_source(tmp_path: Path) -> Non
     [
         ({"stacks": []}, {}, r"defenses\.none: .*\(stacks\)"),
         ({"plugins": ["sgd"]}, {}, r"mlp: .*\(plugins\)"),
-        (
-            {},
-            {"weights": "/etc/passwd"},
-            r"/etc/passwd: .*\(paths\)",
-        ),
+        ({}, {"weights": "/etc/passwd"}, r"/etc/passwd: .*\(paths\)"),
         ({"minimum_clients": 4}, {}, r"data\.clients: .*4 clients or more, got 3"),
     ],
 )
@@ -137,10 +132,7 @@ def test_a_stack_of_a_policy_has_to_agree_in_all_that_it_states() -> None:
         ("stacks: [[{name: clipp}]]", "stacks: .*'clipp' in defenses; did you mean 'clip'"),
         ("stacks: [[{norm: 1.0}]]", "stacks: .*a defense has no name"),
         ("stacks: [[{name: clip}]]", "stacks: .*Clip: norm: Field required"),
-        (
-            "stacks: [[{name: dp_sgd, norm: 1.0, epsilon: 4.0}]]",
-            "stacks: .*epsilon without delta",
-        ),
+        ("stacks: [[{name: dp_sgd, norm: 1.0, epsilon: 4.0}]]", "stacks: .*epsilon without delta"),
         ("[", "no YAML"),
         ("- 1", "the file"),
         ("a: &a [" + "x, " * 999 + "]\nb: [" + "*a, " * 999 + "]", "no YAML"),
@@ -249,40 +241,31 @@ def listening(context: ssl.SSLContext | None) -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_superlink_is_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_superlink_is_refused_with_the_reason(tmp_path: Path) -> None:
     own = make_authority(tmp_path / "own", ["127.0.0.1"])
-    foreign = make_authority(tmp_path / "foreign", ["127.0.0.1"])
-    itself = make_authority(tmp_path / "itself", ["127.0.0.1"])
-    elsewhere = make_authority(tmp_path / "elsewhere", ["10.0.0.1"])
-    monkeypatch.setattr(keys, "_CLOCK_SKEW", timedelta(days=3))
-    expired = make_authority(tmp_path / "expired", ["127.0.0.1"], days=-1)
     with listening(None) as plain:
         link.check(plain, None)
         with pytest.raises(FedsimError, match="does not speak TLS"):
             link.check(plain, own.certificate)
-    for authority, said in (
-        (own, None),
-        (foreign, "not accepted"),
-        (elsewhere, "not accepted"),
-        (expired, "expired"),
-        (itself, "self.signed"),
+    foreign = make_authority(tmp_path / "foreign", ["127.0.0.1"])
+    elsewhere = make_authority(tmp_path / "elsewhere", ["10.0.0.1"])
+    expired = make_authority(tmp_path / "expired", ["127.0.0.1"], days=0)
+    for server, roots, said in (
+        (own, own, None),
+        (foreign, own, "not accepted"),
+        (elsewhere, elsewhere, "not accepted"),
+        (expired, expired, "expired"),
     ):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        server = authority.server_certificate, authority.server_key
-        context.load_cert_chain(
-            *((itself.certificate, itself.key) if authority is itself else server)
-        )
-        roots = own.certificate if authority in (foreign, itself) else authority.certificate
+        context.load_cert_chain(server.server_certificate, server.server_key)
         with listening(context) as address:
             with pytest.raises(FedsimError, match="speaks TLS; give"):
                 link.check(address, None)
             if said is None:
-                link.check(address, roots)
+                link.check(address, roots.certificate)
                 continue
             with pytest.raises(FedsimError, match=said):
-                link.check(address, roots)
+                link.check(address, roots.certificate)
 
 
 @pytest.mark.parametrize(

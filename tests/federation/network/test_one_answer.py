@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from federation_support import identities
 from flwr.app import Array, ArrayRecord, RecordDict
 from nodes_support import nodes
 from test_lying_server import BINS, HELD, NOISE, Lying, of_table
@@ -20,7 +20,6 @@ from test_node_app import RUN, ask, counted, resolved, settings
 from fedsim.federation import wire
 from fedsim.federation.network.home import run_folder
 from fedsim.federation.secure_aggregation import messages
-from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.scenario import Scenario
 from fedsim.training.client import Client
 from fedsim.training.schedule import Probe
@@ -75,8 +74,7 @@ def test_another_stack_of_a_run_has_no_census_of_its_own(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"description": "x"}, {"attacks": []}, {"attack_seed": 9}, {"name": "other"}],
+    "change", [{"description": "x"}, {"attacks": []}, {"attack_seed": 9}, {"name": "other"}]
 )
 def test_what_a_scenario_calls_itself_changes_no_answer(
     change: dict[str, Any], tmp_path: Path
@@ -213,8 +211,7 @@ def _fewer(lying: Lying) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "answered"),
-    [(_reversed, True), (_wider, False), (_more, False), (_fewer, False)],
+    ("change", "answered"), [(_reversed, True), (_wider, False), (_more, False), (_fewer, False)]
 )
 def test_tensors_of_another_form_get_no_other_answer(
     change: Callable[[Lying], None], answered: bool, tmp_path: Path
@@ -305,10 +302,7 @@ SECURE = [
 
 
 def test_a_secure_sum_is_of_one_census_and_one_delta(tmp_path: Path) -> None:
-    keys = [Ed25519PrivateKey.generate() for _ in range(3)]
-    peers = {client: key.public_key().public_bytes_raw() for client, key in enumerate(keys)}
-    identities = {client: Identity(key=key, peers=peers) for client, key in enumerate(keys)}
-    apps = nodes(tmp_path, identities=identities)
+    apps = nodes(tmp_path, identities=identities(3))
     order = messages.order(messages.table(1, {}))
     Lying(private(SECURE), apps).ask("train.keys", order)
     with pytest.raises(FedsimError, match="examples"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from network_support import write_node_key
 from nodes_support import LINK, SMALL, connect, nodes
 from typer.testing import CliRunner
 
 from fedsim import pipeline
 from fedsim.cli.commands import app
 from fedsim.federation.network import flower, link
-from fedsim.federation.network.keys import make_node_key
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy
 from fedsim.types import FedsimError
@@ -48,7 +48,7 @@ def test_keys_says_which_folders_to_hand_over(tmp_path: Path) -> None:
 
 def test_a_private_key_is_not_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "check", lambda *_: None)
-    make_node_key(tmp_path / "key")
+    write_node_key(tmp_path / "key")
     to = ["--superlink", "127.0.0.1:1"]
     assert "key: no public key" in refused("register", str(tmp_path / "key"), *to)
     assert "check the path" in refused("register", str(tmp_path / "none.pub"), *to)

@@ -7,23 +7,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from federation_support import identities
 
 from fedsim.federation.secure_aggregation.client import SumClient
 from fedsim.federation.secure_aggregation.layout import Ring
-from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.federation.secure_aggregation.server import SumServer
 from fedsim.federation.secure_aggregation.terms import Terms
 
 MODEL = b"the model that all were shown"
 NOBODY: Collection[int] = ()
-
-
-def identities(count: int) -> dict[int, Identity]:
-    """Of clients that know each other's keys."""
-    keys = [Ed25519PrivateKey.generate() for _ in range(count)]
-    peers = {client: key.public_key().public_bytes_raw() for client, key in enumerate(keys)}
-    return {client: Identity(key=key, peers=peers) for client, key in enumerate(keys)}
 
 
 def of(count: int, threshold: float = 2 / 3, *, session: bytes = b"a session") -> Terms:

@@ -31,12 +31,7 @@ def _terms(**changes: float) -> SumTerms:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.integers(2, 1000),
-    st.sampled_from([32, 64]),
-    st.floats(1e-6, 1e6),
-    st.integers(0, 2**32),
-)
+@given(st.integers(2, 1000), st.sampled_from([32, 64]), st.floats(1e-6, 1e6), st.integers(0, 2**32))
 def test_a_number_is_exact_to_a_step_and_has_room_for_all_clients(
     clients: int, bits: int, range_: float, seed: int
 ) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from sum_support import MODEL, Sum, fresh, identities, of, vectors
+from federation_support import identities
+from sum_support import MODEL, Sum, fresh, of, vectors
 
 from fedsim.federation.secure_aggregation import secrets
 from fedsim.federation.secure_aggregation.client import SumClient

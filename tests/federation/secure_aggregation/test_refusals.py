@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from sum_support import MODEL, Sum, added, fresh, identities, of, vectors
+from federation_support import identities
+from sum_support import MODEL, Sum, added, fresh, of, vectors
 
 from fedsim.federation.secure_aggregation.client import STAGES, Memory, SumClient
 from fedsim.federation.secure_aggregation.secrets import BOX, Published
