@@ -183,12 +183,7 @@ def place_of(index: int, variants: Sequence[Variant]) -> str:
 
 
 def accept(
-    variant: Variant,
-    place: str,
-    *,
-    quiet: bool,
-    out: Path | None = None,
-    link: Link | None = None,
+    variant: Variant, place: str, *, quiet: bool, out: Path | None = None, link: Link | None = None
 ) -> Accepted:
     """Loads a variant's data, checks everything about it (`federation.refusals`), and returns both.
 

@@ -14,13 +14,7 @@ from typing import Any
 
 from fedsim import acceptance, federation, progress, scoring, stages
 from fedsim.acceptance import Accepted
-from fedsim.attacking.jobs import (
-    Job,
-    Result,
-    Setting,
-    asked_about,
-    result_without_attack,
-)
+from fedsim.attacking.jobs import Job, Result, Setting, asked_about, result_without_attack
 from fedsim.attacking.running import Workers
 from fedsim.contracts.attack import create
 from fedsim.data.images import public_examples

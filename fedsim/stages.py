@@ -79,11 +79,7 @@ def finish(
     save_overview(folder)
     files.write_json(
         folder / "record.json",
-        {
-            **facts,
-            "environment": record.environment(),
-            "peak_memory_bytes": _peak_memory(),
-        },
+        {**facts, "environment": record.environment(), "peak_memory_bytes": _peak_memory()},
     )
 
 

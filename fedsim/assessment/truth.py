@@ -134,10 +134,7 @@ class Examples:
 
 
 def guesser_of(
-    said: Mapping[str, Testimony],
-    picked: Sequence[Picked],
-    examples: Examples,
-    notes: list[str],
+    said: Mapping[str, Testimony], picked: Sequence[Picked], examples: Examples, notes: list[str]
 ) -> tuple[scoring.Guesser, bool]:
     """Learns the zero-information guess from what clients that are not `picked` trained on.
 

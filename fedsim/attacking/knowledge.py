@@ -56,10 +56,7 @@ class Public:
 
 
 def hand_over(
-    observation: Observation,
-    truth: Truth | None,
-    granted: Grant,
-    public: Public | None = None,
+    observation: Observation, truth: Truth | None, granted: Grant, public: Public | None = None
 ) -> tuple[Observation, Knowledge]:
     """Returns the observation as the threat model shows it, and what is handed over beside it.
 

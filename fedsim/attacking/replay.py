@@ -26,13 +26,7 @@ from fedsim.recording import files
 from fedsim.recording.truth import has_truth, load_truth
 from fedsim.system.device import move_tensors, resolve_device
 from fedsim.system.threads import fix_within
-from fedsim.types import (
-    FedsimError,
-    GroundTruth,
-    Observation,
-    Reconstruction,
-    Truth,
-)
+from fedsim.types import FedsimError, GroundTruth, Observation, Reconstruction, Truth
 
 
 def attack(

@@ -202,10 +202,7 @@ _AT_ONCE = 16
 
 
 def _scorable(
-    jobs: Sequence[Job],
-    setting: Setting,
-    public: Public,
-    on_result: Callable[[Job, Result], None],
+    jobs: Sequence[Job], setting: Setting, public: Public, on_result: Callable[[Job, Result], None]
 ) -> Iterator[_AskedJob]:
     """Yields jobs to ask about, and reports those whose truth is incomplete as failed."""
     for index, job in enumerate(jobs):

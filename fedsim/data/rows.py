@@ -62,9 +62,7 @@ def _require_distinct(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Texts = Annotated[
-    tuple[str, ...],
-    Field(min_length=2, max_length=1024),
-    AfterValidator(_require_distinct),
+    tuple[str, ...], Field(min_length=2, max_length=1024), AfterValidator(_require_distinct)
 ]
 """Texts that the cells of a column may hold, all different."""
 

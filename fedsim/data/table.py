@@ -14,13 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from fedsim.data.rows import (
-    CategoryColumn,
-    RangeColumn,
-    TableSource,
-    TargetColumn,
-    Texts,
-)
+from fedsim.data.rows import CategoryColumn, RangeColumn, TableSource, TargetColumn, Texts
 from fedsim.system import paths
 from fedsim.types import FedsimError, Table
 from fedsim.words import number_of

@@ -293,8 +293,7 @@ def _of_16_bits(name: str, content: bytes, picture: Image, bits: int | None) -> 
 
 def _unreadable(name: str, cause: str, reason: str) -> UnreadableError:
     return UnreadableError(
-        f"{name} cannot be read as an image ({cause}): repair or remove it",
-        reason,
+        f"{name} cannot be read as an image ({cause}): repair or remove it", reason
     )
 
 

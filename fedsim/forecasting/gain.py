@@ -96,11 +96,7 @@ class Disturbance:
 
 
 def disturbance(
-    plan: UpdatePlan,
-    observation: Observation,
-    model: Classifier,
-    images: Tensor,
-    labels: Tensor,
+    plan: UpdatePlan, observation: Observation, model: Classifier, images: Tensor, labels: Tensor
 ) -> Disturbance:
     """Returns what the stack does to the update of these images, as `UpdateMap` orders them.
 

@@ -73,11 +73,7 @@ class UpdatePlan:
         return replace(
             self,
             observations=tuple(
-                replace(
-                    each,
-                    training=replace(each.training, batch_size=size),
-                    num_clients=clients,
-                )
+                replace(each, training=replace(each.training, batch_size=size), num_clients=clients)
                 for each in self.observations
             ),
             declared=replace(self.declared, batch_size=size),

@@ -46,11 +46,7 @@ from fedsim.types import (
 _ID = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}/round-\d{4,6}/((client|participant|wire)-\d{4,6}|aggregate)(-training|-b\d+-t\d+)"
 )
-_KIND: Mapping[Watcher, str] = {
-    "server": "client",
-    "client": "participant",
-    "eavesdropper": "wire",
-}
+_KIND: Mapping[Watcher, str] = {"server": "client", "client": "participant", "eavesdropper": "wire"}
 """Watcher -> word before the client's number in the id of what it saw."""
 GLOBAL = "global.safetensors"
 """Name of the file of a round's global weights, beside the round's observations."""

@@ -144,8 +144,7 @@ class Guesser:
             )
             # Of equals the plainer one, which comes first.
             chosen = max(
-                first.families(count),
-                key=lambda family: second.psnr(first.guess(family, count)),
+                first.families(count), key=lambda family: second.psnr(first.guess(family, count))
             )
         # Once the kind is chosen, all images go into it.
         levels = everything.guess(chosen, count)

@@ -128,9 +128,7 @@ def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavaila
     return degrees
 
 
-def _of_span(
-    function: TensorMetric,
-) -> Callable[[ScoredPair], MetricValue]:
+def _of_span(function: TensorMetric) -> Callable[[ScoredPair], MetricValue]:
     """Adapts a function of spans, which takes all returned vectors, matched to a truth or not."""
     return lambda pair: function(
         pair.claimed if pair.unordered is None else pair.unordered, pair.truth

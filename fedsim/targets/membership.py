@@ -214,11 +214,7 @@ class Membership(Target):
         return tensors.get(CANDIDATE_MEMBERS, tensors.get(self.truth_name))
 
     def tensors_to_save(
-        self,
-        found: Reconstruction,
-        truth: Truth,
-        assignments: Mapping[str, list[int]],
-        aids: Aids,
+        self, found: Reconstruction, truth: Truth, assignments: Mapping[str, list[int]], aids: Aids
     ) -> dict[str, Tensor]:
         """Returns the scores as `membership`, and who took part, (N,) bool."""
         saved = super().tensors_to_save(found, truth, assignments, aids)

@@ -78,10 +78,7 @@ class Records(Target):
             narrow="kept",
         ),
         Metric(
-            name="record_error",
-            compute=ordered(record_error),
-            unit="range",
-            larger_leaks=False,
+            name="record_error", compute=ordered(record_error), unit="range", larger_leaks=False
         ),
     )
 

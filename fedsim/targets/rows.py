@@ -63,9 +63,7 @@ def right_class(claimed: Tensor, truth: Tensor) -> Tensor:
     return (claimed.argmax(1) == truth.argmax(1)).double()
 
 
-def _as_pixels(
-    function: TensorMetric,
-) -> Callable[[ScoredPair], MetricValue]:
+def _as_pixels(function: TensorMetric) -> Callable[[ScoredPair], MetricValue]:
     """Scales entries of rows from [-1, 1] to [0, 1], so that a decibel means the same."""
     return lambda pair: function((pair.claimed + 1) / 2, (pair.truth + 1) / 2)
 
@@ -167,11 +165,7 @@ class Rows(Target):
         return TargetGuess(name="mean_of_others", metrics=metrics)
 
     def tensors_to_save(
-        self,
-        found: Reconstruction,
-        truth: Truth,
-        assignments: Mapping[str, list[int]],
-        aids: Aids,
+        self, found: Reconstruction, truth: Truth, assignments: Mapping[str, list[int]], aids: Aids
     ) -> dict[str, Tensor]:
         """Returns the rows and their truth, with who took part, what is scored, and classes."""
         tensors = truth.tensors()

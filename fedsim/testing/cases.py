@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.contracts.defense import (
-    GradientFn,
-    LocalStep,
-    LossFn,
-    NoisyAggregation,
-    ServerRound,
-)
+from fedsim.contracts.defense import GradientFn, LocalStep, LossFn, NoisyAggregation, ServerRound
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.learner import Request
 from fedsim.contracts.plugins import Plugin
@@ -339,11 +333,7 @@ def _observe(
 
 
 def _combine(
-    stack: Stack,
-    updates: list[Update],
-    declared: LocalTraining,
-    release: Release | None,
-    seed: int,
+    stack: Stack, updates: list[Update], declared: LocalTraining, release: Release | None, seed: int
 ) -> Update:
     """Returns what the server sees of all `updates` in its first round, with noise of `seed`."""
     aggregation = stack.aggregation

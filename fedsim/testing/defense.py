@@ -409,10 +409,7 @@ def _flat(parameters: Tensors, *_: object) -> Tensor:
 
 def _example() -> tuple[dict[str, Tensor], Tensor, Tensor]:
     draw = stream(0)
-    parameters = {
-        _WEIGHT: torch.randn(5, 4, generator=draw),
-        _BIAS: torch.randn(5, generator=draw),
-    }
+    parameters = {_WEIGHT: torch.randn(5, 4, generator=draw), _BIAS: torch.randn(5, generator=draw)}
     return parameters, torch.randn(3, 1, 2, 2, generator=draw), torch.tensor([0, 3, 3])
 
 
