@@ -21,8 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedsim.scoring.haarpsi import haarpsi
-from fedsim.scoring.image import psnr, ssim
+from fedsim.scoring.image import haarpsi, psnr, ssim
 
 SHAPES = ((1, 32, 32), (3, 32, 32))
 

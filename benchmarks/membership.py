@@ -63,8 +63,7 @@ from fedsim.privacy.membership import (
     tpr_limit,
 )
 from fedsim.scenario import Scenario
-from fedsim.scoring.blind_test import blind_p_value
-from fedsim.targets.membership import accused_others, membership_auc, membership_tpr
+from fedsim.targets.membership import accused_others, blind_p_value, membership_auc, membership_tpr
 from fedsim.training.accounting import spent
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedsim.acceptance import validate
-    from fedsim.assessment.assess import assess
-    from fedsim.assessment.settings import AssessSettings
+    from fedsim.assessment.assess import AssessSettings, assess
     from fedsim.attacking.observe import observe
     from fedsim.attacking.replay import attack
     from fedsim.contracts.grant import Grant
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "assess": "fedsim.assessment.assess",
-    "AssessSettings": "fedsim.assessment.settings",
+    "AssessSettings": "fedsim.assessment.assess",
     "Grant": "fedsim.contracts.grant",
     "attack": "fedsim.attacking.replay",
     "client_tap": "fedsim.federation.tapping",

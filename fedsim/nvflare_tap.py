@@ -31,8 +31,14 @@ from nvflare.apis.utils.task_utils import get_filters
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.private.privacy_manager import Scope
 
-from fedsim.recording.deployed_parts import DeployedPart, describe_part, plain_value
-from fedsim.recording.exchanges import MOST_ROUNDS, Recorder, TapSide
+from fedsim.recording.exchanges import (
+    MOST_ROUNDS,
+    DeployedPart,
+    Recorder,
+    TapSide,
+    describe_part,
+    plain_value,
+)
 from fedsim.system import paths
 from fedsim.training.watching import Steps, TrainingOrder, keep_testimony, watch_training
 from fedsim.types import FedsimError

@@ -796,7 +796,7 @@ class Table:
             raise FedsimError(
                 f"{self.name}: training row {row} has an L2 norm of {float(norms[row]):.6g}, and "
                 f"row_norm declares at most {self.row_norm:.6g}; scale rows down to it "
-                "(`fedsim.data.rows.bound_rows`), or declare a larger bound"
+                "(`fedsim.data.table.bound_rows`), or declare a larger bound"
             )
 
     @property

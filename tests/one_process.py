@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from fedsim.attacking import question, running
-from fedsim.attacking.targets import join_solutions, questions
+from fedsim.attacking.knowledge import join_solutions, questions
 from fedsim.contracts.attack import Attack, AttackState, Solution
 from fedsim.contracts.grant import Grant
 from fedsim.system import processes

@@ -1,7 +1,5 @@
 """Reports of what a tap recorded of anybody's Flower app, scored against what a witness saw."""
 
-from fedsim.assessment.assess import assess
-from fedsim.assessment.settings import AssessSettings
-from fedsim.assessment.victim_model import built_model
+from fedsim.assessment.assess import AssessSettings, assess, built_model
 
 __all__ = ["AssessSettings", "assess", "built_model"]

@@ -5,29 +5,37 @@ The recording holds what the server saw. What an attacker knows besides is said 
 
 from __future__ import annotations
 
+import ast
+import math
 import os
+import re
+import shlex
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from fedsim import progress, stages
-from fedsim.assessment.lines import AssessmentContext, command_of, round_rows, slug
-from fedsim.assessment.local_training import AppTraining
+from fedsim.assessment.local_training import (
+    AppTraining,
+    TappedAnswer,
+    freeze_unsent,
+    observe_exchange,
+)
 from fedsim.assessment.privacy_settings import PrivacySettings, read_privacy
-from fedsim.assessment.settings import AssessSettings
 from fedsim.assessment.truth import Examples, Picked, guesser_of, pick
-from fedsim.assessment.victim_model import built_model, classes_of, package_of
-from fedsim.attacking.jobs import Job, Setting
+from fedsim.attacking.jobs import Job, Result, Setting
 from fedsim.attacking.observe import RANDOM, VictimModel
 from fedsim.attacking.replay import simulation_error
 from fedsim.attacking.running import Workers
-from fedsim.attacking.tapped import freeze_unsent, observe_exchange
 from fedsim.contracts.attack import create
+from fedsim.contracts.grant import Grant
 from fedsim.models import live
 from fedsim.recording import files
 from fedsim.recording.exchanges import (
@@ -42,8 +50,10 @@ from fedsim.recording.truth import save_truth
 from fedsim.recording.witnessed import Testimony, read_witnessed
 from fedsim.report import write_report
 from fedsim.results import record
+from fedsim.results.lines import ResultRow, describe_tensor_bound
 from fedsim.results.record import Plan as Announced
 from fedsim.results.record import Row, Run
+from fedsim.scoring import NOT_LEARNED
 from fedsim.system import paths
 from fedsim.system.lock import lock_folder
 from fedsim.system.threads import fix_within
@@ -290,3 +300,250 @@ def _job(observation: Path, name: str, parameters: Mapping[str, object]) -> Job:
         parameters=dict(create(name, parameters).model_dump(mode="json")),
         restarts=1,
     )
+
+
+DEFAULT_ATTACKS: Mapping[str, Mapping[str, object]] = {
+    "label_inference": {},
+    "inverting_gradients": {"iterations": 300},
+}
+"""Attacks of an assessment that names none, and their parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssessSettings:
+    """Options of `fedsim.assess`.
+
+    Raises:
+        FedsimError: no client is to be attacked, or an attack needs what is not granted.
+    """
+
+    mean: Sequence[float] | None = None
+    """Mean of each channel, which the app normalizes pixels in [0, 1] by; default 0."""
+    std: Sequence[float] | None = None
+    """Standard deviation of each channel; default 1."""
+    input_shape: tuple[int, int, int] | None = None
+    """(C, H, W); default that of the truth's images."""
+    classes: int | None = None
+    """Number of outputs of the model; default as many as it has."""
+    answer: TappedAnswer = "weights"
+    """What clients send: `weights`, a `delta` from the server's weights, or a `gradient`."""
+    prefix: str = ""
+    """Text before the names that the app sends in the model's own, if it sends a part."""
+    local: Mapping[str, float] | None = None
+    """Local training: `batch_size` and `lr`, maybe `epochs` and `momentum`; default what the
+    witness saw."""
+    defenses: Sequence[Mapping[str, object]] = ()
+    """What the app's clients do to their update before it leaves, as in a scenario."""
+    attacks: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: DEFAULT_ATTACKS)
+    """Names and parameters of the attacks."""
+    grant: Grant = Grant()
+    """What the attacker is granted besides."""
+    rounds: Collection[int] | Literal["last"] = "last"
+    """The rounds that are attacked; default the last one of which a truth is known."""
+    clients: int = 2
+    """Most clients that are attacked in each round."""
+    run: int | None = None
+    """Number of the recorded run; default the newest."""
+    name: str | None = None
+    """Title of the report; default the package of the model."""
+    seed: int = 0
+    """Seed of attacks."""
+    workers: int | None = None
+    """Processes that attack; default one a core."""
+    quiet: bool = True
+    """Whether no progress is shown."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be attacked."""
+        if self.clients < 1:
+            raise FedsimError(f"clients: expected at least 1, got {self.clients}")
+        for attack, parameters in self.attacks.items():
+            if missing := self.grant.lacks(create(attack, parameters).required()):
+                raise FedsimError(f"attack {attack} {missing}")
+
+
+@dataclass(frozen=True)
+class AssessmentContext:
+    """Facts that every result of an assessment shares.
+
+    `name` is the title of the report, `model` the class name of the app's model, and `grant` what
+    the attacker was granted.
+    """
+
+    name: str
+    model: str
+    grant: Grant
+    seen: Mapping[str, tuple[Observation, Picked]]
+    """Observation id -> the observation, and the exchange that it is of."""
+    guess_is_public: bool
+    """Whether the guess was learned from others' images, and not from the victims' own."""
+    simulation_errors: Mapping[str, float | None]
+    """Observation id -> `fedsim.attacking.replay.simulation_error`."""
+    privacy: Mapping[str, Row]
+    """Privacy of each observation against the server; empty where nothing is accounted."""
+
+    def row(self, job: Job, result: Result) -> ResultRow:
+        """Returns the line of `results.jsonl` for one attack on one exchange."""
+        observation = result.observation
+        exchange = self.seen[observation.id][1].exchange
+        return ResultRow.of(
+            job,
+            result,
+            scenario=self.name,
+            dataset="the app's own data",
+            model={"name": self.model},
+            knowledge=self.grant.model_dump(),
+            simulation_error=self.simulation_errors.get(observation.id),
+            baseline=result.baseline | ({} if self.guess_is_public else NOT_LEARNED),
+            theory=describe_tensor_bound(result),
+            utility={"train_loss": exchange.number("train_loss")},
+            privacy=self.privacy.get(observation.id, {}),
+        )
+
+
+def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
+    """Returns a line of `rounds.jsonl` for each recorded round, in the order of rounds.
+
+    `stack` names the clients' defenses. `participants` numbers the answers from 0. `train_loss` is
+    the plain mean of the losses that are stated; None if none is, or if it is not finite.
+    """
+    found = []
+    for round in sorted({each.round for each in exchanges}):
+        own = [each for each in exchanges if each.round == round]
+        losses = [value for each in own if (value := each.number("train_loss")) is not None]
+        loss = math.fsum(losses) / len(losses) if losses else None
+        found.append(
+            {
+                "defense": stack,
+                "round": round,
+                "participants": list(range(len(own))),
+                "aggregated": len(own),
+                "train_loss": loss if loss is not None and math.isfinite(loss) else None,
+            }
+        )
+    return found
+
+
+def command_of(
+    source: Path, model: nn.Module | str, homes: Sequence[str | Path], asked: AssessSettings
+) -> str:
+    """Returns the shell command that repeats the assessment of the run in `source`.
+
+    A model that is an object is named by its class, which may not be what builds it.
+    """
+    named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__name__}"
+    words = ["fedsim", "assess", str(source.absolute()), "--model", named, "--out", "again"]
+    for home in homes:
+        words += ["--truth", str(Path(home).absolute())]
+    rounds = asked.rounds
+    options = {
+        "rounds": rounds if isinstance(rounds, str) else _join_values(sorted(rounds)),
+        "mean": asked.mean and _join_values(asked.mean),
+        "std": asked.std and _join_values(asked.std),
+        "input-shape": asked.input_shape and _join_values(asked.input_shape),
+        "classes": asked.classes,
+        "answer": None if asked.answer == "weights" else asked.answer,
+        "prefix": asked.prefix,
+        **{key.replace("_", "-"): value for key, value in (asked.local or {}).items()},
+        "clients": asked.clients,
+        "name": asked.name,
+        "seed": asked.seed,
+    }
+    for option, value in options.items():
+        # What is at its default follows from the app again.
+        if value not in (None, ""):
+            words += [f"--{option}", str(value)]
+    for key, value in asked.grant.model_dump(exclude_defaults=True).items():
+        words += ["--grant", f"{key}={value}"]
+    plugins = [("attack", name, parameters) for name, parameters in asked.attacks.items()]
+    plugins += [("defense", str(each["name"]), each) for each in asked.defenses]
+    for option, name, parameters in plugins:
+        own = [f"{k}={v}" for k, v in parameters.items() if k != "name" and v is not None]
+        words += [f"--{option}", name + (":" + ",".join(own) if own else "")]
+    return shlex.join(words)
+
+
+def _join_values(values: Sequence[float]) -> str:
+    return ",".join(map(str, values))
+
+
+def slug(name: str) -> str:
+    """Returns `name` as a file may be called, of at most 64 characters; `app` if none is left."""
+    return re.sub(r"[^A-Za-z0-9_+-]+", "-", name).strip("-.+_")[:64] or "app"
+
+
+_CALL = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(?P<call>\(.*\))?", re.S)
+
+
+def built_model(named: str) -> nn.Module:
+    """Imports and builds the model that `named` says; a model is returned as it is.
+
+    `named` is `module:Class` or `module:function(key=value)`, whose values are literals. The
+    current folder is put first in `sys.path` and stays there.
+
+    Raises:
+        FedsimError: `named` cannot be imported or built, or builds no model.
+    """
+    match = _CALL.fullmatch(named.strip())
+    if not match:
+        raise FedsimError(
+            f"--model: expected module:Class or module:function(key=value), got {named!r}"
+        )
+    # A program's path begins with its own folder; the app's model lies where the user is.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = import_module(match["module"])
+        for part in match["name"].split("."):
+            found = getattr(found, part)
+        if not isinstance(found, nn.Module):
+            positional, keywords = _arguments(match["call"] or "()")
+            found = found(*positional, **keywords)
+    except FedsimError:
+        raise
+    except Exception as error:  # somebody else's code, of any kind
+        raise FedsimError(
+            f"--model {named}: {type(error).__name__}: {error}; run it in the app's folder, and "
+            "name what builds the model"
+        ) from error
+    if not isinstance(found, nn.Module):
+        raise FedsimError(f"--model {named}: expected an nn.Module, got {type(found).__name__}")
+    return found
+
+
+def _arguments(call: str) -> tuple[list[Any], dict[str, Any]]:
+    tree = ast.parse(f"f{call}", mode="eval").body
+    if not isinstance(tree, ast.Call) or any(each.arg is None for each in tree.keywords):
+        raise FedsimError(f"--model: expected a call of literals, got {call!r}")
+    keywords = {str(each.arg): ast.literal_eval(each.value) for each in tree.keywords}
+    return [ast.literal_eval(each) for each in tree.args], keywords
+
+
+def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
+    """Returns the number of outputs of the model, by a trial on black images of `shape` (C, H, W).
+
+    Raises:
+        FedsimError: the model does not take such images.
+    """
+    # Of each module: an app may keep some, such as a frozen batch norm, in another mode.
+    modes = [(part, part.training) for part in model.modules()]
+    try:
+        with torch.no_grad():
+            answer: Any = model.eval()(torch.zeros(2, *shape))
+        # Models of Hugging Face return an object that holds the logits.
+        answer = getattr(answer, "logits", answer)
+        return int((answer[0] if isinstance(answer, tuple) else answer).shape[-1])
+    except Exception as error:  # somebody else's code, of any kind
+        raise FedsimError(
+            f"model: it does not take images of shape {shape}: {type(error).__name__}: {error}; "
+            "say --input-shape and --classes"
+        ) from error
+    finally:
+        for part, was_training in modes:
+            part.training = was_training
+
+
+def package_of(model: nn.Module | str) -> str:
+    """Returns the top-level package of the model's class, or of the name that says where it is."""
+    module = model.partition(":")[0] if isinstance(model, str) else type(model).__module__
+    return module.partition(".")[0]

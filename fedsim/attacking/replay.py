@@ -13,10 +13,9 @@ from torch import Tensor
 
 from fedsim import scoring
 from fedsim.attacking import jobs
-from fedsim.attacking.knowledge import Public
+from fedsim.attacking.knowledge import Public, join_solutions, questions, unanswerable
 from fedsim.attacking.observe import checked_examples
 from fedsim.attacking.question import on_cpu
-from fedsim.attacking.targets import join_solutions, questions, unanswerable
 from fedsim.contracts.attack import Attack, AttackState, create
 from fedsim.contracts.grant import Grant
 from fedsim.models.base import normalize

@@ -32,8 +32,18 @@ from flwr.serverapp.strategy import Strategy
 from fedsim.federation import wire
 from fedsim.federation.delivery import WrappedGrid
 from fedsim.recording import behind
-from fedsim.recording.deployed_parts import LONGEST, MOST, DeployedPart, describe_part, plain_value
-from fedsim.recording.exchanges import MOST_ROUNDS, PartKind, Recorder, TapSide, ToldValues
+from fedsim.recording.exchanges import (
+    LONGEST,
+    MOST,
+    MOST_ROUNDS,
+    DeployedPart,
+    PartKind,
+    Recorder,
+    TapSide,
+    ToldValues,
+    describe_part,
+    plain_value,
+)
 from fedsim.system import paths
 from fedsim.training.watching import TrainingOrder, keep_testimony, watch_training
 from fedsim.types import FedsimError

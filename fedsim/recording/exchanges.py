@@ -1,4 +1,4 @@
-"""Records broadcasts and replies of an app that is not fedsim's, as a tap sees them.
+"""Records broadcasts and replies of an app that is not fedsim's, and its parts, as a tap sees them.
 
     OUT/run-7/tap.json                                   who recorded, and what was left out
     OUT/run-7/round-0001/broadcast-<digest>.safetensors  what was sent, once for all who got it
@@ -9,24 +9,23 @@ It holds no model and no hyper-parameter: `fedsim assess` is told these, and mak
 it. Every name of a file is a number or a digest; no text of a message is part of a path.
 
 Files are written whole or not at all, the JSON after what it has checksums of, and nobody waits for
-the disk. A kill leaves complete exchanges alone. A crash of the machine may tear what was written
-in its last seconds; reading then refuses the file that does not match its checksum, by its name.
+the disk: after a crash of the machine, reading refuses what does not match its checksum.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedsim.recording import behind, streaming
-from fedsim.recording.deployed_parts import DeployedPart
 from fedsim.recording.files import read_tensors, write_bytes
 from fedsim.recording.streaming import Arrays
 from fedsim.system import paths
@@ -413,3 +412,68 @@ def _read_verified(path: Path, digest: str) -> Tensors:
 def _count_bytes(folder: Path) -> int:
     written = (path for path in folder.glob("round-*/*") if path.suffix in _WRITTEN)
     return sum(path.stat().st_size for path in written)
+
+
+LONGEST, MOST = 200, 200
+"""Maximum characters of a text, and entries of a record, that are kept of what is not tensors."""
+
+PlainValue = bool | int | Annotated[float, Field(allow_inf_nan=False)] | str | list[str]
+
+
+class DeployedPart(BaseModel):
+    """Describes a mod, a filter or a strategy that a tap found in an app."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(max_length=LONGEST)
+    """Import name of its class or function."""
+    settings: dict[str, PlainValue] = {}
+    """Public attributes that are numbers, truth values, texts, or lists of texts. Texts are cut to
+    200 characters; infinite numbers and NaN are texts."""
+
+    def number(self, key: str) -> float | None:
+        """Returns the setting `key` as a finite number; None if it is missing or anything else."""
+        value = self.settings.get(key)
+        # To Python a truth value is an integer.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if is_number else None  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """Names the part without its module, with its settings."""
+        stated = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        return f"{self.name.rpartition('.')[2]}({stated})"
+
+
+def describe_part(live: Any, extra: Mapping[str, Any] | None = None) -> DeployedPart:
+    """Returns the description of a live object; `extra` settings win over its attributes."""
+    # A function has a name of its own, an object that of its class.
+    named = live if hasattr(live, "__qualname__") else type(live)
+    given = {**getattr(live, "__dict__", {}), **(extra or {})}
+    settings = {
+        str(key)[:LONGEST]: plain
+        for key, value in list(given.items())[:MOST]
+        if not str(key).startswith("_") and (plain := _plain_setting(value)) is not None
+    }
+    return DeployedPart(
+        name=f"{named.__module__}.{named.__qualname__}"[:LONGEST], settings=settings
+    )
+
+
+def plain_value(value: object) -> bool | int | float | str | None:
+    """Returns a number, truth value or text as JSON can hold it; None for anything else.
+
+    Texts are cut to 200 characters (`LONGEST`). Infinite numbers and NaN become texts.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, bool | int | float):
+        return value
+    return value[:LONGEST] if isinstance(value, str) else None
+
+
+def _plain_setting(value: object) -> PlainValue | None:
+    if isinstance(value, re.Pattern):
+        value = value.pattern
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return [each[:LONGEST] for each in value[:MOST]]
+    return plain_value(value)

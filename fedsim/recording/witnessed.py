@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from fedsim.recording.deployed_parts import DeployedPart
+from fedsim.recording.exchanges import DeployedPart
 from fedsim.recording.files import read_tensors, serialize, write_bytes
 from fedsim.system import paths
 from fedsim.types import FedsimError, Tensors

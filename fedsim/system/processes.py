@@ -1,4 +1,4 @@
-"""Runs worker processes that end with their parent, however it ends.
+"""Runs worker processes, and keeps a temporary folder, that end with their parent, however it ends.
 
 Imports the standard library alone: a worker is bound to its parent before it imports what it works
 with, which takes seconds.
@@ -10,7 +10,9 @@ import ctypes
 import os
 import pickle
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
+from pathlib import Path
 from typing import Any
 
 from fedsim.system import interrupts
@@ -141,3 +144,39 @@ def _follow(end: Connection) -> None:
         end.poll(None)
     finally:
         os._exit(interrupts.STATUS)
+
+
+_SWEEP = """\
+import pathlib, shutil, sys, time
+folder = pathlib.Path(sys.argv[1])
+sys.stdin.buffer.read()
+for _ in range(50):
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        break
+    time.sleep(0.2)
+"""
+"""Program that waits until its input ends, also by the death of its parent, and then removes the
+folder."""
+
+
+@contextmanager
+def scratch(prefix: str) -> Iterator[Path]:
+    """Makes a temporary folder for its owner alone, removed as the block or process ends."""
+    with interrupts.delay_interrupts():
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        sweeper = subprocess.Popen(  # noqa: S603 - this very Python
+            [sys.executable, "-I", "-S", "-c", _SWEEP, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # A signal to the terminal's whole group must not end the sweeper, too.
+            start_new_session=True,
+            cwd="/",
+        )
+    try:
+        yield folder
+    finally:
+        assert sweeper.stdin is not None
+        sweeper.stdin.close()
+        sweeper.wait()

@@ -27,8 +27,7 @@ from fedsim.contracts.metric import (
 from fedsim.contracts.target import Aids, GuessRequest, Resources, Target, TargetGuess, TargetScores
 from fedsim.scoring import image
 from fedsim.scoring.guess import Guess, Guesser, RowGuesser
-from fedsim.scoring.haarpsi import haarpsi
-from fedsim.scoring.perceptual import LpipsMetric, load_lpips, perceptual_distance
+from fedsim.scoring.image import LpipsMetric, haarpsi, load_lpips, perceptual_distance
 from fedsim.types import Payload, Reconstruction, Truth, as_pixels
 
 EXPOSED_IMAGE = 15.0

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from fedsim.recording.deployed_parts import DeployedPart
+from fedsim.recording.exchanges import DeployedPart
 from fedsim.recording.witnessed import Witnessed, run_of, save_unseen, save_witnessed
 from fedsim.types import FedsimError
 

@@ -28,16 +28,16 @@ from flwr.supercore.privacy_accounting import (
 from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
 
 import fedsim
-from fedsim.assessment.privacy_settings import PrivacySettings, read_privacy
-from fedsim.assessment.server_noise import read_server_noise
+from fedsim.assessment.privacy_settings import PrivacySettings, read_privacy, read_server_noise
 from fedsim.assessment.truth import Picked
 from fedsim.federation.local import LocalGrid, identity
 from fedsim.federation.tapping import list_strategies
 from fedsim.privacy.numerics import gaussian
-from fedsim.recording.deployed_parts import DeployedPart, describe_part
 from fedsim.recording.exchanges import (
+    DeployedPart,
     Exchange,
     Recorder,
+    describe_part,
     left_out,
     read_exchanges,
     read_parts,

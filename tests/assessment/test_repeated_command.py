@@ -7,9 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fedsim.assessment.lines import command_of
-from fedsim.assessment.settings import AssessSettings
-from fedsim.assessment.victim_model import classes_of
+from fedsim.assessment.assess import AssessSettings, classes_of, command_of
 from fedsim.contracts.grant import Grant
 from fedsim.scenario import grant_of
 

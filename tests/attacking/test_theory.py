@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedsim.attacking.theory import observed_bound, observed_rate
+from fedsim.attacking.running import observed_bound, observed_rate
 from fedsim.models.local import mean_gradient_factor
 from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.recovery import tensor_rate

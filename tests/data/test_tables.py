@@ -13,9 +13,8 @@ from pydantic import ValidationError
 
 from fedsim.acceptance import describe_left_out
 from fedsim.data import table as table_module
-from fedsim.data.bundled_tables import BreastCancer, Diabetes
+from fedsim.data.bundled_tables import BreastCancer, Diabetes, SyntheticTable
 from fedsim.data.partition import partition
-from fedsim.data.synthetic_table import SyntheticTable
 from fedsim.data.table import TableFile
 from fedsim.scenario.model import Partition
 from fedsim.types import FedsimError, Table

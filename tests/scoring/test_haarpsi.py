@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.metric import Unavailable
-from fedsim.scoring.haarpsi import haarpsi
+from fedsim.scoring.image import haarpsi
 
 # Values of the authors' haarPsi.py (github.com/rgcda/haarpsi) for `pair`, one a shape.
 PUBLISHED = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedsim import rng
 from fedsim.scoring import LpipsMetric, Unavailable, load_lpips
-from fedsim.scoring.perceptual import MINIMUM_SIDE
+from fedsim.scoring.image import MINIMUM_SIDE
 
 
 def squeezenet() -> nn.Module:
@@ -98,7 +98,7 @@ def test_more_images_than_one_chunk(metric: LpipsMetric) -> None:
 def test_cached_weights_are_used_only_if_their_checksum_is_the_published_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedsim.scoring import perceptual
+    from fedsim.scoring import image
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: pytest.fail("net"))
@@ -116,7 +116,7 @@ def test_cached_weights_are_used_only_if_their_checksum_is_the_published_one(
     digest = hashlib.sha256(cached.read_bytes()).hexdigest()[:8]
     named = cached.with_name(f"squeezenet1_1-{digest}.pth")
     cached.rename(named)
-    monkeypatch.setitem(perceptual._PUBLISHED, "squeeze", named.name)
+    monkeypatch.setitem(image._PUBLISHED, "squeeze", named.name)
     loaded = load_lpips("squeeze")
     assert isinstance(loaded, LpipsMetric)
     assert "torchvision's ImageNet weights" in loaded.describe(32, 32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.contracts.metric import ScoringError
 from fedsim.scenario import cautions, resolve
-from fedsim.scoring.blind_test import refuse_unlike
+from fedsim.targets.membership import refuse_unlike
 from fedsim.training.client import CandidateSplit, split_candidates
 from fedsim.types import (
     CANDIDATE_INPUTS,

@@ -246,7 +246,7 @@ what is filled in comes of the truth
     fedsim/targets/images.py:Images.compare [validity/test_victims]
     align(answer, assignment, aid.fill) => align(answer, assignment, true.mean(0))
 few public images are learned by heart
-    fedsim/scoring/guess_pool.py:Pool.families [scoring/test_guess]
+    fedsim/scoring/guess.py:Pool.families [scoring/test_guess]
     [*plain, learned] if count <= _MAX_LEARNED else plain => [learned]
 labels alone are guessed by the majority
     fedsim/scoring/guess.py:Guesser._learn [scoring/test_guess]
@@ -268,7 +268,7 @@ a restart picked by PSNR
     fedsim/attacking/running.py:_AskedJob.__init__ [validity/test_road]
     self._left = questions(...) =>
     first = seed_of(observation, job.label)
-    from fedsim.attacking.targets import question
+    from fedsim.attacking.knowledge import question
     from fedsim import scoring
     tries = {first + k: question(attack, observation, truth, setting.granted, first + k) for k in
         range(job.restarts)}
@@ -283,11 +283,11 @@ probes always in eval mode
     replace(declared, batch_size=batch_size, sampling='without_replacement')
     => replace(declared, batch_size=batch_size, sampling='without_replacement', mode='eval')
 true labels granted while rows say inferred
-    fedsim/attacking/targets.py:questions [validity/test_road]
+    fedsim/attacking/knowledge.py:questions [validity/test_road]
     hand_over(observation, truth, granted, public)
     => hand_over(observation, truth, Grant(labels='known'), public)
 LPIPS with its own best pairing
-    fedsim/scoring/perceptual.py:perceptual_distance [validity/test_scoring]
+    fedsim/scoring/image.py:perceptual_distance [validity/test_scoring]
     lpips(claimed, truth)
     => torch.stack([lpips(one.expand_as(truth), truth) for one in claimed], dim=1).min(1).values
 unrecorded updates dropped
@@ -458,7 +458,7 @@ all failed, and one marked
     fedsim/report/leaderboard.py:_mark_strongest [validity/test_leaderboard]
     line.n_ok > 0 and (not line.is_uninformed) => not line.is_uninformed
 chance is taken for learning
-    fedsim/scoring/accuracy.py:Accuracy.is_chance [validity/test_leaderboard]
+    fedsim/scoring/statistics.py:Accuracy.is_chance [validity/test_leaderboard]
     self.low <= self.chance => self.share < self.chance
 one invalid comparison marks another
     fedsim/report/render.py:_validity [validity/test_leaderboard]
@@ -510,7 +510,7 @@ a model built before it is counted
 
 # A passed control means a leak.
 a certificate that uses the truth
-    fedsim/scoring/certificates.py:certificate [validity/test_false_certificates]
+    fedsim/scoring/score.py:certificate [validity/test_false_certificates]
     told.get('certified')
     => told.get('certified', 0) - (false_certificates(found, truth) or 0) if truth else None
 a loosened bound of what a certified answer leaves
@@ -609,7 +609,7 @@ a prior in the picture of what leaks
     fedsim/report/row.py:LeaderboardRow.standing [report/test_overview]
     float(not self.is_uninformed) => 0.0
 a certificate is right from a cosine of 0.9
-    fedsim/scoring/certificates.py [validity/test_beside_leakage]
+    fedsim/scoring/score.py [validity/test_beside_leakage]
     COSINE = 0.999 => COSINE = 0.9
 a refusal ends as a failure does
     fedsim/cli/shared.py:_status [validity/test_beside_leakage]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.data.rows import RangeColumn, TableSource, TargetColumn
-from fedsim.data.table import TableFile
+from fedsim.data.table import RangeColumn, TableFile, TableSource, TargetColumn
 from fedsim.federation import refusals
 from fedsim.results import rows
 from fedsim.scenario import Scenario

@@ -27,7 +27,7 @@ from fedsim.federation.network.keys import KEY_NAME, PEERS_NAME, make_keys
 from fedsim.federation.network.link import Link
 from fedsim.federation.network.node import JOINED
 from fedsim.federation.network.superlink import Child, free_port, superlink
-from fedsim.system.scratch import scratch
+from fedsim.system.processes import scratch
 from fedsim.types import FedsimError
 
 _HOST = "127.0.0.1"

@@ -11,10 +11,11 @@ from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.metric import ScoringError
 from fedsim.contracts.target import GuessRequest, Resources
-from fedsim.targets.class_shares import ClassShares, class_share_error
-from fedsim.targets.client_shares import (
+from fedsim.targets.shares import (
+    ClassShares,
     ClientClassShares,
     ClientColumnShares,
+    class_share_error,
     client_class_error,
     client_column_error,
 )
