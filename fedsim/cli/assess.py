@@ -47,9 +47,7 @@ _Momentum = Annotated[float, typer.Option(help="Of SGD, with --batch-size.")]
 _Attacks = Annotated[
     list[str] | None,
     typer.Option(
-        "--attack",
-        metavar="NAME[:KEY=VALUE,...]",
-        help="See fedsim list attacks; may be repeated.",
+        "--attack", metavar="NAME[:KEY=VALUE,...]", help="See fedsim list attacks; may be repeated."
     ),
 ]
 _Defenses = Annotated[

@@ -212,8 +212,7 @@ def leaderboard(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     format: Annotated[TableFormat, typer.Option(help="How to write it.")] = "table",
     html: Annotated[
-        Path | None,
-        typer.Option(help="Page to write instead: one HTML file that opens offline."),
+        Path | None, typer.Option(help="Page to write instead: one HTML file that opens offline.")
     ] = None,
 ) -> None:
     """Rank attacks against defenses over one or several runs.
@@ -420,8 +419,7 @@ def validate(
         bool, typer.Option("--resolved", help="Print it with every default written out.")
     ] = False,
     without_data: Annotated[
-        bool,
-        typer.Option("--without-data", help="Read the file alone, as where the data are not."),
+        bool, typer.Option("--without-data", help="Read the file alone, as where the data are not.")
     ] = False,
 ) -> None:
     """Check all that a run checks before its work: status 2 if a run would be refused.

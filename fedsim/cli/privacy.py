@@ -29,10 +29,7 @@ Plot = Annotated[
 
 
 @app.callback(invoke_without_command=True)
-def privacy(
-    context: typer.Context,
-    as_json: AsJson = False,
-) -> None:
+def privacy(context: typer.Context, as_json: AsJson = False) -> None:
     """Without a command: list the mechanisms with their keys, units and ranges."""
     if context.invoked_subcommand is None:
         with exits():

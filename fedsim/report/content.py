@@ -56,10 +56,7 @@ _TINTS: Mapping[str, Tint] = {
 }
 """Level of a leak -> class of its cell. Where nothing is certain it has no color."""
 
-_STATES = {
-    "uninformed": "no better than on another update",
-    "failed": "every trial failed",
-}
+_STATES = {"uninformed": "no better than on another update", "failed": "every trial failed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,10 +400,7 @@ _PLACES = {"batch_size": "batch size", "round": "round"}
 def _column(row: LeaderboardRow, varying: Sequence[str]) -> MatrixColumn:
     words = [f"{words} {getattr(row, name)}" for name, words in _PLACES.items() if name in varying]
     return MatrixColumn(
-        attack=row.attack,
-        batch_size=row.batch_size,
-        round=row.round,
-        case=", ".join(words),
+        attack=row.attack, batch_size=row.batch_size, round=row.round, case=", ".join(words)
     )
 
 

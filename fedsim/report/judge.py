@@ -876,10 +876,7 @@ def _list_untried(
         (bool(set(trained) - set(rounds)), _state("untried rounds", rounds=rounds)),
         (all(row.server == "honest" for row in rows), _state("untried malicious server")),
         (all(row.vantage != "client" for row in rows), _state("untried participants")),
-        (
-            all(row.vantage in ("client", "eavesdropper") for row in rows),
-            _state("untried server"),
-        ),
+        (all(row.vantage in ("client", "eavesdropper") for row in rows), _state("untried server")),
         (all(row.unaware for row in rows), _state("untried knowledge")),
     ]
     return tuple(statement for is_missing, statement in kinds if is_missing)

@@ -18,14 +18,7 @@ from fedsim.report.row import Certificates, LeaderboardRow
 from fedsim.report.threat import threat_model_of
 from fedsim.results.lines import ClaimOf, ControlKind, Metrics, ResultRow, RoundRow, UtilityOf
 from fedsim.results.reading import load_runs, measurements
-from fedsim.scoring import (
-    METRICS,
-    Accuracy,
-    Summary,
-    accuracy,
-    share,
-    summarize,
-)
+from fedsim.scoring import METRICS, Accuracy, Summary, accuracy, share, summarize
 from fedsim.targets.images import EXPOSED_IMAGE
 from fedsim.words import describe_variant
 

@@ -19,14 +19,7 @@ from fedsim.recording.files import write_text
 from fedsim.report.content import Content
 from fedsim.report.facts import made_with
 from fedsim.report.figures import format_accuracy, format_number, format_signed, format_summary
-from fedsim.report.glossary import (
-    explain_terms,
-    mark_code,
-    remove_turns,
-    sentence_of,
-    shorten,
-    tip,
-)
+from fedsim.report.glossary import explain_terms, mark_code, remove_turns, sentence_of, shorten, tip
 from fedsim.report.messages import (
     brief,
     describe_cautions,

@@ -47,11 +47,7 @@ def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
     if audit is None or claim.unit is None:
         return None
     found = audited_epsilon(
-        workload,
-        claim,
-        audit,
-        taken=participations(workload, last),
-        on_progress=on_progress,
+        workload, claim, audit, taken=participations(workload, last), on_progress=on_progress
     )
     return {
         "defense": workload.stack_name,
