@@ -128,10 +128,9 @@ def display(quiet: bool) -> Iterator[Display]:
 
 @contextmanager
 def report_work(title: str, of: str = "a curve") -> Iterator[None]:
-    """Prints the progress of work in its `with` block on standard error, after a second.
+    """Prints the share of work done in its `with` block on standard error, after a second.
 
-    The work is reported by `numerics.work`. A line says which share is done: `title: 40% of a
-    curve`; `of` names the work.
+    The work is reported by `numerics.work`, and `of` names it.
     """
     from fedsim.privacy.numerics import work
 

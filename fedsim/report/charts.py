@@ -77,10 +77,7 @@ class Axis:
 def chart(
     series: Sequence[Series], *, across: Axis, up: Axis, description: str, diagonal: bool = False
 ) -> Markup:
-    """Returns a chart as SVG; `description` is for those who cannot see it.
-
-    With `diagonal` a dashed line marks equal values; else it marks zero of the vertical axis.
-    """
+    """Returns a chart as SVG; with `diagonal` a dashed line marks equal values, else zero."""
     points = [point for one in series for point in (*one.points, *one.rings)]
     bars = [bar for one in series for bar in one.bars]
     xs = [x for x, _ in points] + [end for bar, _ in bars for end in bar or ()]
@@ -219,15 +216,7 @@ def draw_charts(
     colors: Mapping[str, int],
     confidence: float,
 ) -> list[ChartGroup]:
-    """Returns the charts of one comparison that have something to show; raises for a damaged file.
-
-    Args:
-        rows: Leaderboard rows of the comparison.
-        runs: Runs that the rows are from.
-        verdicts: Verdict on each defense.
-        colors: Defense -> number of its color.
-        confidence: Confidence of the intervals.
-    """
+    """Returns the charts of one comparison that have something to show, in `colors` of defenses."""
     figures = [
         _leakage(rows, verdicts, colors, confidence),
         _membership(accused(rows, runs, colors)),
@@ -323,10 +312,7 @@ def _training(runs: Sequence[StoredRun], colors: Mapping[str, int]) -> ChartGrou
 def accused(
     lines: Sequence[LeaderboardRow], runs: Sequence[StoredRun], colors: Mapping[str, int]
 ) -> list[Series]:
-    """Returns a curve for each defense: (false, true) rates of its best membership attack.
-
-    A ring is the largest true positive rate that the claim of the defense allows.
-    """
+    """Returns a curve for each defense: (false, true) rates of its best membership attack."""
     best: dict[str, LeaderboardRow] = {}
     telling = [line for line in lines if "membership_auc" in line.gains]
     for line in sorted(telling, key=lambda line: -line.gains["membership_auc"].mean):

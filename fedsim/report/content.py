@@ -72,10 +72,7 @@ class MatrixColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixCell:
-    """One attack on one defense: a cell of the matrix, and a row of the table.
-
-    `id` is that of its element on the page, and `tint` its CSS class.
-    """
+    """One attack on one defense: a cell of the matrix, and a row of the table."""
 
     id: str
     row: LeaderboardRow
@@ -140,11 +137,7 @@ class DefenseLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSection:
-    """Holds one comparison: what may be ranked together.
-
-    `lines` has a cell for each leaderboard row, in their order, and `columns` those of the matrix.
-    `threats` is of `threat.threat_model`, and `warnings` of `messages.warnings`.
-    """
+    """Holds one comparison: what may be ranked together."""
 
     id: str
     title: str

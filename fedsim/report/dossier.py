@@ -139,10 +139,7 @@ SOURCE = (
 
 
 class Coverage(NamedTuple):
-    """Says whether a run has measured one of the attackers that `SOURCE` names A to H.
-
-    `has` says in words what the attacker has, and `reason` why the extent is as it is.
-    """
+    """Says whether a run has measured one of the attackers that `SOURCE` names A to H."""
 
     letter: str
     name: str
@@ -263,9 +260,8 @@ def _noise_notes(runs: Sequence[StoredRun]) -> list[str]:
 def criteria(content: Content) -> dict[str, str]:
     """Returns what was measured of the criteria of the EDPB's Opinion 28/2024: key -> text.
 
-    The opinion (adopted on 17 December 2024) is about trained models: one is anonymous only if it
-    is insignificantly likely that personal data are extracted from it, directly or by queries.
-    Criteria that no run measures are missing.
+    The opinion (adopted on 17 December 2024) is about trained models. Criteria that no run measures
+    are missing.
     """
     rows, runs = content.rows, content.runs
     tried = number_of(len(list_tried(content.results)), "attack")
@@ -328,10 +324,7 @@ _CHUNK = 1 << 20
 
 
 def list_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, str]]:
-    """Returns (title, shell command that repeats it) for each run whose `scenario.yaml` is kept.
-
-    Paths start from the parent of `root`, the folder below which the runs were read.
-    """
+    """Returns (title, shell command that repeats it) for each run whose `scenario.yaml` is kept."""
     commands: list[tuple[str, str]] = []
     here = root.resolve()
     for run in runs:

@@ -151,10 +151,7 @@ def _collect(run: StoredRun) -> str:
 
 
 def unfinished(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns a line for each run that is not scored to its end, then for each that has not ended.
-
-    Each begins with `UNSCORED: ` or `UNFINISHED: `; a run may have both.
-    """
+    """Returns a line for each run that is not scored to its end, then for each unended one."""
     waiting = [
         f"UNSCORED: the truth of {number_of(run.unscored, 'attack run')} of {run.folder} is with "
         f"the clients; join it with {_collect(run)}"
@@ -296,8 +293,8 @@ _SEED = "seed"
 class UtilityRow:
     """Describes one defense after its last round, over runs that differ in their seed alone.
 
-    `delta`, `unit`, `relation`, `reason` and `covers` are those of the claim with the largest ε.
-    Summaries are over the runs, and None where no run measured the value.
+    Terms of the claim are those of the largest ε. Summaries are None where no run measured the
+    value.
     """
 
     variant: str

@@ -70,10 +70,7 @@ def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
 
 
 def describe_stack(stack: Sequence[dict[str, Any]]) -> str:
-    """Formats a stack as `clip(norm=1.0) → gaussian_noise(multiplier=1.1)`; empty for no defense.
-
-    Parameters that are None are left out, and the others are as `describe_value` formats them.
-    """
+    """Formats a stack as `clip(norm=1.0) → gaussian_noise(multiplier=1.1)`, or as no text."""
     return " → ".join(_describe_member(member) for member in stack)
 
 

@@ -95,8 +95,7 @@ class Failure:
 class Control:
     """Says whether the attacks work on a comparison's undefended stack.
 
-    An attack that fails without a defense says nothing about defenses. `metric`, `value` and
-    `required` are None without an attack to judge.
+    An attack that fails without a defense says nothing about defenses.
     """
 
     comparison: Comparison
@@ -372,19 +371,13 @@ def _shows_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool
 
 
 def targets_by_mean() -> dict[Leaking, Target]:
-    """Returns `Target.part` -> target, of targets judged by their mean error, such as features.
-
-    They leak where the error is at most the share `Target.leaks` of the guess's error.
-    """
+    """Returns `Target.part` -> target, of targets judged by their mean error, such as features."""
     found = ranking_targets().values()
     return {target.part: target for target in found if target.ranks_by == "mean"}
 
 
 def leaks_by_mean(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
-    """Whether features were read off the update, or are known to be right by a certificate.
-
-    `what` is a key of `targets_by_mean`; `rows` are all rows that `row` was chosen among.
-    """
+    """Whether `what`, such as features, was read off the update, or is certified to be right."""
     target = targets_by_mean()[what]
     name = target.ranking.name
     if row.n_ok == 0 or _is_given(row, what):
@@ -413,19 +406,15 @@ def _is_certified(row: LeaderboardRow) -> bool:
 def told_targets() -> dict[Leaking, Target]:
     """Returns `Target.part` -> target, of targets whose values are told: labels, members.
 
-    They leak from a gain of `Target.leaks` over guessing and over another update. Without a control
-    they leak only where the guess is known beforehand, as a coin is: always answering one class may
-    beat a guess from public images.
+    Without a control they leak only where the guess is known beforehand, as a coin is: always
+    answering one class may beat a guess from public images.
     """
     found = [target for target in ranking_targets().values() if not target.payloads]
     return {target.part: target for target in found if target.ranks_by != "mean"}
 
 
 def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
-    """Whether labels, or members, were certainly told from the update, not known or guessed.
-
-    `what` is a key of `told_targets`; `rows` are all rows that `row` was chosen among.
-    """
+    """Whether `what`, labels or members, was certainly told from the update, not guessed."""
     told = told_targets()[what]
     gain = best_of_several(row, rows, lambda r: r.above_guess(told.ranking.name))
     if gain is None or _is_given(row, what):
@@ -454,8 +443,7 @@ def _is_known(row: LeaderboardRow, what: Leaking) -> bool:
 def fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
     """Whether the attack tells no more of `what` from its own update than from another.
 
-    `what` is a key of `told_targets`. Without another update, the answer is whether the target has
-    no guess that is known beforehand.
+    Without another update, the answer is whether the target has no guess that is known beforehand.
     """
     told = told_targets()[what]
     over = row.above_other(told.ranking.name)
@@ -463,10 +451,7 @@ def fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
 
 
 def may_tell(row: LeaderboardRow, what: Leaking) -> bool:
-    """Whether labels, or members, were told better than by guessing, by the mean gain alone.
-
-    `what` is a key of `told_targets`.
-    """
+    """Whether `what`, labels or members, was told better than by guessing, by the mean alone."""
     told = told_targets()[what]
     gain, over = row.above_guess(told.ranking.name), row.above_other(told.ranking.name)
     if gain is None or row.n_ok == 0 or _is_given(row, what):

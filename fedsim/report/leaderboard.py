@@ -80,8 +80,7 @@ def image_gains(row: ResultRow) -> list[tuple[float, float]]:
 
     The gain is the lesser of those over the image's own guess and over the same image drawn from
     another update. Where rows do not say these per image, it is the PSNR less the trial's mean
-    guess and less `WITHIN`; then the trial's mean has to exceed guess and control, or the list is
-    empty.
+    guess and less `WITHIN`.
     """
     values = (row.per_image or {}).get("psnr", [])
     guess, other = value_of(row.baseline, "psnr"), value_of(row.other_update, "psnr")

@@ -266,11 +266,7 @@ def chosen(names: Sequence[str]) -> list[Store]:
 
 
 def log_run(folder: Path | str, stores: Sequence[Store]) -> list[str]:
-    """Copies a finished run, or a sweep, to `stores`; returns a line for each that failed.
-
-    Raises:
-        ReportError: `folder` holds no results, or a file in it is damaged.
-    """
+    """Copies a finished run, or a sweep, to `stores`; returns a line for each that failed."""
     copies = [collect(run) for run in load_runs([folder])]
     problems = []
     for store in stores:

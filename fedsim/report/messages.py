@@ -353,11 +353,7 @@ def describe_shown(shown: Shown) -> str:
 
 
 def describe_answer(shown: Shown) -> str:
-    """Words what an attack's answers come to in shares of members or records; empty if nothing.
-
-    Ends are those of the mean over trials or, of too few trials, the mean ends of a trial's own,
-    whose threshold is taken as exact.
-    """
+    """Words what an attack's answers come to in shares of members or records; empty if nothing."""
     row = shown.row
     names = {metric.name for metric in ranking_targets()[shown.metric].metrics}
     for name, message in _TEXTS["answers"].items():
@@ -541,8 +537,7 @@ def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]
 def invalid_reasons(rows: Sequence[LeaderboardRow], *, unended: bool = True) -> list[str]:
     """Returns why comparisons among `rows` prove nothing; empty if every control passed.
 
-    `unended` says whether comparisons count whose runs have not ended. Without rows the result has
-    one line that says so.
+    `unended` says whether comparisons count whose runs have not ended.
     """
     if not rows:
         return ["no positive control: there are no results"]

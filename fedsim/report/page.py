@@ -61,10 +61,7 @@ def write_page(folders: Iterable[Path | str], path: Path | str) -> Path:
 
 
 def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
-    """Returns the page of `content`; a `live` page asks its server for newer figures.
-
-    `problem` is why newer figures cannot be read; empty if they can.
-    """
+    """Returns the page of `content`; a `live` page asks its server for newer figures."""
     script = _text("page.js")
     return render(
         "page.html.j2",
@@ -77,10 +74,7 @@ def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
 
 
 def render(template: str, content: Content, **context: object) -> str:
-    """Returns the HTML that a template of this package makes of `content`, all values escaped.
-
-    `context` has further values by name.
-    """
+    """Returns the HTML that a template of this package makes of `content`, all values escaped."""
     keys = [term.key for term in content.terms]
     page = _environment().get_template(template)
     own = {

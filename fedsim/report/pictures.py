@@ -74,11 +74,7 @@ def save_grid(path: Path, truth: Tensor, reconstruction: Tensor, factor: int | N
 
 
 def grid_of(truth: Tensor, reconstruction: Tensor, factor: int | None = None) -> Tensor:
-    """Returns one (H', W', C) uint8 image with the truths above their reconstructions.
-
-    Both tensors are (N, H, W, C) uint8. Each pixel becomes a square of side `factor`, by default
-    `enlargement`.
-    """
+    """Returns one (H', W', C) image: truths above reconstructions, both (N, H, W, C) uint8."""
     factor = factor or enlargement(*truth.shape[1:3])
     rows = []
     for images in (truth, reconstruction):

@@ -68,7 +68,7 @@ def record_public(
     """Records updates of public images for cells of `rows` without another client's update.
 
     The result has (attack label, the recording's JSON file) of each attack that is still to be
-    made. `servers` are those of the defense stacks, by name.
+    made.
     """
     asked = []
     for members in _cells(rows):
@@ -128,11 +128,7 @@ def _record(row: Row, root: Path, server: Server) -> bool:
 
 
 def add_controls(rows: Sequence[Row], root: Path) -> None:
-    """Sets each row's `control`: how the attack's answer to *another* update scores on its truth.
-
-    `rows` are lines of the `results.jsonl` of the run in `root`; without another update a control
-    stays empty.
-    """
+    """Sets each row's `control`: how an answer to *another* update scores on its truth."""
     for members in _cells(rows):
         public = made_of_public(members, root)
         for place, row in enumerate(members):

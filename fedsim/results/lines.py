@@ -58,11 +58,7 @@ def _numbers(value: object) -> Iterator[float]:
 
 
 class Metrics(RowPart):
-    """Scores of one reconstruction: `metrics[name]` is the value of a metric.
-
-    It is None if the metric does not apply, was not scored, or has another name. In JSON the names
-    are keys of the part itself.
-    """
+    """Scores of one reconstruction: `metrics[name]`, or None where that does not apply."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, float | None]
@@ -199,10 +195,7 @@ class PrivacyOf(ClaimOf):
 
 
 class CostOf(RowPart):
-    """States the cost of the attack, over all its restarts, as `fedsim.contracts.attack.Solution`.
-
-    Without an answer, `seconds` and `bytes_up` alone are told.
-    """
+    """States the cost of the attack, over all its restarts, as `attack.Solution` does."""
 
     seconds: float | None = None
     iterations: int | None = None
@@ -279,10 +272,7 @@ class ResultRow(RowPart):
 
     @classmethod
     def of(cls, job: Job, result: Result, **of_run: Any) -> Self:
-        """Builds the line of one attack on one observation.
-
-        `of_run` are the fields that only the run knows; the control is added at the run's end.
-        """
+        """Builds the line of one attack on one observation; `of_run` is what the run knows."""
         seen, plugin = result.observation, job.plugin
         parts = {name: getattr(result, name) for name in _OF_RESULT}
         return cls.model_validate(
@@ -381,11 +371,7 @@ class ResultRow(RowPart):
 
     @cached_property
     def content(self) -> str:
-        """Digest of the measurement: whose data, how it was attacked, and its figures.
-
-        It leaves out what a copy may lack or state otherwise: what depends on other rows, and the
-        cost.
-        """
+        """Digest of the measurement: whose data, how it was attacked, and its figures."""
         return digest_of(self.model_dump(exclude=_BESIDE))
 
 

@@ -108,8 +108,8 @@ class ReportError(FedsimError):
 class StoredRun:
     """Holds the content of one folder of results: a run, or one variant of a sweep.
 
-    `rows` are the lines of `results.jsonl` whose status is `ok` or `failed`. `record` and
-    `scenario` are empty without their files.
+    `rows` are those of status `ok` or `failed`. `record` and `scenario` are empty without their
+    files.
     """
 
     folder: Path
@@ -298,11 +298,7 @@ def _contradictions(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
 
 
 def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun]:
-    """Returns `runs` with folders relative to `root` in the place of digests that set them apart.
-
-    By folder, each of several recordings can be compared with a later one, which has another
-    digest.
-    """
+    """Returns `runs` with folders below `root` in the place of digests that set them apart."""
     named = []
     for run in runs:
         digests = [kind for kind in ("recording", "run", "figures") if kind in run.apart]

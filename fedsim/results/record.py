@@ -298,11 +298,7 @@ class Plan(BaseModel):
 
 
 def load_plan(folder: Path) -> Plan | None:
-    """Reads the plan of the run in `folder`; None if it has none, as runs of earlier versions.
-
-    Raises:
-        FedsimError: the plan is damaged.
-    """
+    """Reads the plan of the run in `folder`; None if it has none, as runs of earlier versions."""
     path = folder / PLAN
     if not path.exists():
         return None

@@ -295,11 +295,7 @@ def refuse_foreign_rows(
 ) -> None:
     """Refuses a folder that holds lines of other runs, which would count in the tables.
 
-    Args:
-        out: Folder of the run.
-        keys: Key of each result that the run is to have.
-        stacks: Names of the run's defense stacks.
-        last: Number of the run's last round.
+    `keys` are of the results that the run is to have, and `last` is its last round.
 
     Raises:
         FedsimError: a line is damaged or of another run; with the file and the line.
