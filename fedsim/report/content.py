@@ -12,7 +12,6 @@ from fedsim.report.charts import ChartGroup, draw_charts
 from fedsim.report.facts import UtilityRow, attacks_nothing, utility
 from fedsim.report.glossary import terms_of
 from fedsim.report.judge import (
-    Control,
     Failure,
     Judgement,
     Verdict,
@@ -56,8 +55,6 @@ _TINTS: Mapping[str, Tint] = {
 }
 """Level of a leak -> class of its cell. Where nothing is certain it has no color."""
 
-_STATES = {"uninformed": "no better than on another update", "failed": "every trial failed"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixColumn:
@@ -76,17 +73,30 @@ class MatrixCell:
 
     id: str
     row: LeaderboardRow
-    best: Measured
-    """Figures of the metric that ranks the attack."""
     tint: Tint
-    state: str
-    """Why the attack is not ranked, in words; empty if it is."""
     plate: Plate | None
     """Pictures of its reconstructions; None where there are none, or the page has no room."""
     detailed: bool
     """Whether the page has room for its details."""
-    setting: str
-    """What of the attacker is not usual: a malicious server, a grant, a vantage; else empty."""
+
+    @cached_property
+    def best(self) -> Measured:
+        """Figures of the metric that ranks the attack."""
+        return measure_row(self.row, self.row.ranked_by)
+
+    @property
+    def state(self) -> str:
+        """Why the attack is not ranked, in words; empty if it is."""
+        if not self.row.n_ok:
+            return "every trial failed"
+        return "no better than on another update" if self.row.is_uninformed else ""
+
+    @property
+    def setting(self) -> str:
+        """What of the attacker is not usual: a malicious server, a grant, a vantage; or empty."""
+        row = self.row
+        words = [row.server if row.threat.malicious else "", *row.threat.beyond, row.sight]
+        return ", ".join(word for word in words if word)
 
     @property
     def gain(self) -> str:
@@ -292,7 +302,7 @@ class Content:
             ScenarioSummary(
                 name=name,
                 runs=runs,
-                summary=_summary(runs),
+                summary=facts.summarize_runs(runs),
                 utility=utility(runs),
                 again=facts.again(runs),
             )
@@ -323,7 +333,14 @@ class Content:
             key=lambda column: (column.batch_size, -column.round, attacks.index(column.attack)),
         )
         lines = [
-            self._line(ids[row.cell], row, rows, control, row.cell in detailed) for row in rows
+            MatrixCell(
+                id=ids[row.cell],
+                row=row,
+                tint="" if control.mark else _tint(row, rows),
+                plate=self.plates.get(row.cell),
+                detailed=row.cell in detailed,
+            )
+            for row in rows
         ]
         cells: dict[tuple[str, MatrixColumn], list[MatrixCell]] = {}
         for line in lines:
@@ -358,34 +375,6 @@ class Content:
             population=population_of(rows),
         )
 
-    def _line(
-        self,
-        id: str,
-        row: LeaderboardRow,
-        rows: Sequence[LeaderboardRow],
-        control: Control,
-        detailed: bool,
-    ) -> MatrixCell:
-        state = "failed" if not row.n_ok else "uninformed" if row.is_uninformed else ""
-        return MatrixCell(
-            id=id,
-            row=row,
-            best=measure_row(row, row.ranked_by),
-            tint="" if control.mark else _tint(row, rows),
-            state=_STATES.get(state, ""),
-            plate=self.plates.get(row.cell),
-            detailed=detailed,
-            setting=_setting(row),
-        )
-
-
-def _summary(runs: Sequence[StoredRun]) -> str:
-    """Words what was run; empty where the page says already that nothing is scored yet."""
-    rows = measurements(runs)
-    if not rows and attacks_nothing(runs):
-        return facts.UNATTACKED
-    return facts.sentence(runs, rows) if rows or not facts.unfinished(runs) else ""
-
 
 _PLACES = {"batch_size": "batch size", "round": "round"}
 
@@ -402,12 +391,6 @@ def _tint(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Tint:
     own = (row.defense, row.batch_size, row.round, row.sight)
     rivals = [r for r in rows if (r.defense, r.batch_size, r.round, r.sight) == own]
     return _TINTS.get(level_of(row, rivals), "")
-
-
-def _setting(row: LeaderboardRow) -> str:
-    """Words what sets the row's attacker apart from an honest server without any grant."""
-    words = [row.server if row.threat.malicious else "", *row.threat.beyond, row.sight]
-    return ", ".join(word for word in words if word)
 
 
 def _colors(rows: Sequence[LeaderboardRow]) -> dict[str, int]:

@@ -12,30 +12,27 @@ from typing import Any
 from fedsim.report.figures import format_number, format_summary
 from fedsim.report.leaderboard import accuracy_of
 from fedsim.report.row import LeaderboardRow
-from fedsim.results.lines import PrivacyOf, ResultRow, RoundRow, canonical, nested
-from fedsim.results.reading import StoredRun, differences
+from fedsim.results.lines import PrivacyOf, RoundRow, canonical, nested
+from fedsim.results.reading import StoredRun, differences, measurements
 from fedsim.scoring import Accuracy, Summary, learning_problem, summarize
 from fedsim.words import describe_variant, format_bound, format_claim, join, number_of
 
-UNATTACKED = (
-    "Nothing is attacked in this run: it shows what each defense leaves of the model, and what is "
-    "proven of it."
-)
-"""Summary of a run whose scenario has no attacks."""
 
-
-def sentence(runs: Sequence[StoredRun], rows: Sequence[ResultRow]) -> str:
-    """Returns one sentence on what was run; `rows` are the measurements of `runs`."""
-    late = unfinished(runs)
-    if waiting := awaited(runs):
-        return f"{waiting.reason}."
-    if not rows and late:
-        return "; ".join(late) + "."
+def summarize_runs(runs: Sequence[StoredRun]) -> str:
+    """Returns one sentence on what was run; empty if nothing is scored yet, which is said apart."""
+    rows, late = measurements(runs), unfinished(runs)
+    if not rows and attacks_nothing(runs):
+        return (
+            "Nothing is attacked in this run: it shows what each defense leaves of the model, and "
+            "what is proven of it."
+        )
     if not rows:
-        return "This run has no results: no update was recorded, or no attack was run."
-    clients = _same(run.setting("data", "clients") for run in runs)
+        nothing = "This run has no results: no update was recorded, or no attack was run."
+        return "" if late else nothing
+    clients, *others = (run.setting("data", "clients") for run in runs)
+    alike = isinstance(clients, int) and all(other == clients for other in others)
     rounds = max((row.round for run in runs for row in run.rounds), default=None)
-    by = f" by {number_of(clients, 'client')}" if isinstance(clients, int) else " by a federation"
+    by = f" by {number_of(clients, 'client')}" if alike else " by a federation"
     over = f" over {number_of(rounds, 'round')}" if rounds else ""
     stacks = {row.defense.name for row in rows if row.defense.stack}
     undefended = "without a defense" if any(not row.defense.stack for row in rows) else ""
@@ -45,24 +42,20 @@ def sentence(runs: Sequence[StoredRun], rows: Sequence[ResultRow]) -> str:
     updates = {(row.scenario, canonical(row.variant), row.observation) for row in rows}
     data = _join(row.dataset for row in rows)
     computation = f"{_was(row.computed for row in rows)} trained on {data}{by}{over}"
-    recordings = f"{number_of(len(updates), 'recorded update')}, in batches of"
+    recordings = f"{number_of(len(updates), 'recorded update')}, in batches of {_join(sizes)}"
+    recordings += " image" if sizes == [1] else " images"
     if rows[0].main.asked_singly:
         computation = f"{_was(row.learner for row in rows)} computed from {data}{by}"
-        recordings = f"{number_of(len(updates), 'recorded release')}, of a mean number of rows of"
+        recordings = f"{number_of(len(updates), 'recorded release')}, of a mean number of rows of "
+        recordings += _join(sizes)
     return (
         f"{computation}, "
         f"{' and '.join(part for part in (undefended, defended) if part)}; then "
         f"{_join(row.attack.label for row in rows)} tried to recover the clients’ data from "
-        f"{recordings} {_join(sizes)}{_images(rows[0], sizes)}: "
+        f"{recordings}: "
         f"{number_of(len(rows), 'attack run')}{' so far' if late else ''}, {failed or 'none'} of "
         "which failed."
     )
-
-
-def _images(row: ResultRow, sizes: Sequence[int]) -> str:
-    if row.main.asked_singly:
-        return ""
-    return " image" if sizes == [1] else " images"
 
 
 def client_failures(runs: Sequence[StoredRun]) -> list[str]:
@@ -255,11 +248,6 @@ def _was(values: Iterable[object]) -> str:
     """Joins the different values with a verb: `a was`, or `a and b were`."""
     different = dict.fromkeys(values)
     return f"{_join(different)} {'was' if len(different) == 1 else 'were'}"
-
-
-def _same(values: Iterable[object]) -> object | None:
-    first, *others = values
-    return first if all(other == first for other in others) else None
 
 
 def runs_of(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun]) -> list[StoredRun]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fedsim.report.figures import describe_stack
 from fedsim.report.row import Certificates, LeaderboardRow
@@ -264,7 +264,6 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
     due = due_gains(rows, main.ranking.name) if main.ranking.name in yielded else None
     counted = measured(due)
     leaks = sum(gain >= main.leaks for gain in counted)
-    baselines = [row.baseline for row in rows if row.baseline]
     return LeaderboardRow(
         cell=first.cell,
         scenario=first.scenario,
@@ -306,33 +305,28 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         leaking=share(leaks, len(counted), confidence=confidence) if counted else None,
         no_control=_no_control(rows),
         ended=all(row.ended for row in rows),
-        guess_public=_least([b.public for b in baselines]),
-        guess_public_per_image=_least([b.public_per_image for b in baselines]),
-        **_utility(rows, confidence),
+        guess_public=min(_list_stated(rows, "baseline", "public"), default=None),
+        guess_public_per_image=min(
+            _list_stated(rows, "baseline", "public_per_image"), default=None
+        ),
         **_claimed(rows),
-        **_theory(rows),
-        seconds=_mean(_list_stated(rows, "cost", "seconds")),
+        **_stated(rows),
+        accuracy=accuracy_of([r.utility for r in rows if r.utility], confidence=confidence),
         certificates=_certificates(rows),
         networks=len({row.folder for row in rows}),
         clients=len({(row.folder, row.client) for row in rows}),
         # Images that public ones nearly show are no leak of the update.
-        near_copies=sum(b.near_copies or 0 for b in baselines),
+        near_copies=sum(_list_stated(rows, "baseline", "near_copies")),
         recognizable=_recognizable(rows, due),
     )
 
 
-def _utility(rows: list[ResultRow], confidence: float) -> dict[str, Any]:
-    """Returns the fields of a line that state how well the final model works."""
+def _stated(rows: list[ResultRow]) -> dict[str, Any]:
+    """Returns the fields of a line that state what became of the model, and what theory says."""
     return {
         **{name: _mean(_list_stated(rows, "utility", name)) for name in _MEASURED},
-        "accuracy": accuracy_of([r.utility for r in rows if r.utility], confidence=confidence),
-        "diverged": sum(bool(row.utility and row.utility.diverged) for row in rows),
-    }
-
-
-def _theory(rows: list[ResultRow]) -> dict[str, Any]:
-    """Returns the fields of a line that state what theory says of the attacked updates."""
-    return {
+        "diverged": sum(_list_stated(rows, "utility", "diverged")),
+        "seconds": _mean(_list_stated(rows, "cost", "seconds")),
         **{name: _mean(_list_stated(rows, "theory", name)) for name in _PREDICTED},
         **{name: next(iter(_list_stated(rows, "theory", name)), None) for name in _EXPLAINED},
         "limits": {
@@ -513,13 +507,6 @@ def accuracy_of(
         return None
     share = sum(u.test_accuracy or 0.0 for u in measured) / len(measured)
     return accuracy(share, *min(sizes), confidence=confidence)
-
-
-_Number = TypeVar("_Number", int, float)
-
-
-def _least(values: Sequence[_Number | None]) -> _Number | None:
-    return min((value for value in values if value is not None), default=None)
 
 
 def _mean(values: Sequence[float]) -> float | None:
