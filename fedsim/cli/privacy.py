@@ -173,6 +173,8 @@ def _ask(
     with exits():
         from fedsim.privacy import calculator
         from fedsim.progress import report_work
+        from fedsim.system.paths import writable_file
+        from fedsim.types import FedsimError
 
         if mechanism is None:
             _list(as_json)
@@ -180,7 +182,10 @@ def _ask(
         # Keys come before options: who errs in both is told of the mechanism first.
         parsed = _parse_keys(mechanism, keys, question)
         # Before the answer, which may take minutes.
-        _refuse_unwritable(plot)
+        if plot is not None:
+            writable_file(plot, "--plot")
+            if not plot.parent.is_dir():
+                raise FedsimError(f"--plot {plot}: there is no folder {plot.parent}; make it first")
         options = {name: _require(name, value) for name, value in given.items()}
         with report_work(mechanism):
             answer = getattr(calculator, question)(mechanism, parsed, **options)
@@ -205,7 +210,9 @@ _EXAMPLES = {"epsilon": "1", "delta": "1e-5"}
 def _print(fields: dict[str, Any], as_json: bool) -> None:
     if as_json:
         # Strict JSON has no infinity: what is infinite is written as text.
-        typer.echo(json.dumps({name: _strict(value) for name, value in fields.items()}, indent=2))
+        infinite = (float("inf"), float("-inf"))
+        strict = {k: str(v) if v in infinite else v for k, v in fields.items()}
+        typer.echo(json.dumps(strict, indent=2))
         return
     lines = {name: value for name, value in fields.items() if value is not None}
     # An ε means nothing without δ, unit and neighbours, so no line has one alone.
@@ -221,11 +228,6 @@ _EPSILONS = ("epsilon", "claim", "lower_bound", "bounds")
 """Names of fields of answers and verdicts that hold one ε or several."""
 
 
-def _strict(value: Any) -> Any:
-    infinite = isinstance(value, float) and value in (float("inf"), float("-inf"))
-    return str(value) if infinite else value
-
-
 def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.10g}"
@@ -234,16 +236,6 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return " to ".join(map(_text, value))
     return str(value)
-
-
-def _refuse_unwritable(plot: Path | None) -> None:
-    from fedsim.system.paths import writable_file
-    from fedsim.types import FedsimError
-
-    if plot is not None:
-        writable_file(plot, "--plot")
-        if not plot.parent.is_dir():
-            raise FedsimError(f"--plot {plot}: there is no folder {plot.parent}; make it first")
 
 
 def _list(as_json: bool) -> None:

@@ -36,37 +36,31 @@ def show(finished: Run) -> None:
 
 def say_what_lacks(runs: Sequence[reading.StoredRun]) -> None:
     """Prints a line on the standard error for each run whose tables lack rows."""
-    from fedsim.report import unfinished, unseen
+    from fedsim.report import facts
 
-    for line in unfinished(runs) + unseen(runs):
+    for line in facts.unfinished(runs) + facts.unseen(runs):
         typer.echo(line, err=True)
 
 
 def outcome(runs: Sequence[reading.StoredRun]) -> str:
     """Returns the leaderboard of `runs`, or what their defenses cost if no attack is scored."""
-    from fedsim.report import (
-        attacks_nothing,
-        awaited,
-        describe,
-        standing_still,
-        undeclared,
-        utility,
-    )
+    from fedsim.report import facts
 
     shown = (
-        describe(utility(runs))
-        if attacks_nothing(runs) or awaited(runs)
+        facts.describe(facts.utility(runs))
+        if facts.attacks_nothing(runs) or facts.awaited(runs)
         else leaderboard(runs, "table")
     )
-    return "\n".join([shown.rstrip("\n"), *undeclared(runs), *standing_still(runs)])
+    return "\n".join([shown.rstrip("\n"), *facts.undeclared(runs), *facts.standing_still(runs)])
 
 
 def leaderboard(runs: Sequence[reading.StoredRun], format: TableFormat) -> str:
     """Returns the leaderboard of `runs` as text; a table stands below the verdicts."""
     from shutil import get_terminal_size
 
-    from fedsim.report import aggregate, awaited, render, unfinished
+    from fedsim.report import facts, render
     from fedsim.report.judge import judgements
+    from fedsim.report.leaderboard import aggregate
     from fedsim.results.reading import measurements
 
     width = get_terminal_size((120, 24)).columns
@@ -78,8 +72,8 @@ def leaderboard(runs: Sequence[reading.StoredRun], format: TableFormat) -> str:
         format,
         width=width,
         color=sys.stdout.isatty(),
-        awaited=awaited(runs),
-        unfinished=unfinished(runs),
+        awaited=facts.awaited(runs),
+        unfinished=facts.unfinished(runs),
         judged=judged,
     )
     return _answers(judged, width) + table if format == "table" else table
@@ -125,15 +119,11 @@ def exits() -> Iterator[None]:
         status = _status(error)
         if status is None:
             raise
-        typer.secho(f"{error}{_remedy(error)}", err=True, fg="red")
+        remedy = ""
+        if isinstance(error, OSError):  # the system's own message has none
+            remedy = f"; check the path and the space left, then {interrupts.how_to_go_on()}"
+        typer.secho(f"{error}{remedy}", err=True, fg="red")
         raise typer.Exit(status) from error
-
-
-def _remedy(error: Exception) -> str:
-    """Returns the remedy for an error of the system, whose own message has none; else nothing."""
-    if not isinstance(error, OSError):
-        return ""
-    return f"; check the path and the space left, then {interrupts.how_to_go_on()}"
 
 
 def _status(error: Exception) -> int | None:

@@ -67,11 +67,22 @@ class Axis:
     def range_of(self, values: Sequence[float]) -> Span:
         """Returns (least, largest) of the axis: `ends` if given, else a bit beyond `values`."""
         # Ends that are given hold for every chart of the axis, so that these can be compared.
-        return self.ends or _pad(values, self.least)
+        if self.ends:
+            return self.ends
+        low, high = min(values), max(values)
+        missing = max(0.0, (self.least or 1e-9) - (high - low)) / 2
+        margin = 0.08 * max(high - low, self.least or 1.0)
+        return low - missing - margin, high + missing + margin
 
     def ticks(self, ends: Span) -> list[float]:
-        """Returns the round values between the two `ends` that are written at the axis."""
-        return [tick for tick in _ticks(*ends) if not self.counts or tick.is_integer()]
+        """Returns up to eight round numbers between `ends`, which are written at the axis."""
+        low, high = ends
+        rough = (high - low) / 5
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= rough)
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        ticks = [round(number * step, 10) + 0.0 for number in range(first, last + 1)]
+        return [tick for tick in ticks if not self.counts or tick.is_integer()]
 
 
 def chart(
@@ -163,23 +174,6 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str = "axis") -> Mar
     return Markup('<text x="{}" y="{}" text-anchor="{}" class="{}">{}</text>').format(
         x, y, anchor, kind, text
     )
-
-
-def _pad(values: Sequence[float], least: float) -> Span:
-    """Returns a span around `values`, at least as long as `least` and never empty."""
-    low, high = min(values), max(values)
-    missing = max(0.0, (least or 1e-9) - (high - low)) / 2
-    margin = 0.08 * max(high - low, least or 1.0)
-    return low - missing - margin, high + missing + margin
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Returns up to eight round numbers between `low` and `high`."""
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= rough)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(number * step, 10) + 0.0 for number in range(first, last + 1)]
 
 
 def _move_apart(labels: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:

@@ -11,14 +11,7 @@ from fedsim.report import facts
 from fedsim.report.charts import ChartGroup, draw_charts
 from fedsim.report.facts import UtilityRow, attacks_nothing, utility
 from fedsim.report.glossary import terms_of
-from fedsim.report.judge import (
-    Failure,
-    Judgement,
-    Verdict,
-    failures_of,
-    judgements,
-    level_of,
-)
+from fedsim.report.judge import Failure, Judgement, Verdict, failures_of, judgements, level_of
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.messages import invalid_reasons, warnings
 from fedsim.report.pictures import Plate, plates_of

@@ -74,13 +74,17 @@ def dossier_of(runs: Sequence[StoredRun], root: Path) -> str:
 
     descriptions = [str(text) for run in runs if (text := run.setting("description"))]
     threats = {row.threat for row in rows}
+    noise = [str(text) for run in runs if (text := nested(run.record, "notes", "noise"))]
+    stacks = {k: v for run in runs for k, v in (run.setting("defenses") or {}).items()}
+    # Without any scenario the rows state what the stacks were.
+    stacks = stacks or {row.defense.name: row.defense.stack for row in results}
     return render(
         "dossier.html.j2",
         content,
         local=local,
         descriptions=list(dict.fromkeys(" ".join(text.split()) for text in descriptions)),
         ended=all(run.ended for run in runs),
-        stacks=_stacks(runs, results),
+        stacks=[(name, describe_stack(stack)) for name, stack in stacks.items()],
         source=SOURCE,
         coverage=coverage(results),
         secrets=sorted({secret for row in rows for secret in row.knowledge.from_truth()}),
@@ -91,7 +95,7 @@ def dossier_of(runs: Sequence[StoredRun], root: Path) -> str:
         untried=list_untried(results, runs),
         probes_outside=any(run.setting("privacy", "probes") == "outside" for run in runs),
         public_weights=any(run.setting("privacy", "weights") == "public" for run in runs),
-        noise=_noise_notes(runs),
+        noise=list(dict.fromkeys(noise)) if _has_finite_claim(runs) else [],
         audits=sorted({each.method.replace("_", " ") for run in runs for each in run.audits}),
         measured=criteria(content),
         commands_of=list_commands(runs, root),
@@ -121,13 +125,6 @@ def _print_page(page: Path, printed: Path, browser: str) -> None:
         if not draft.exists():
             raise FedsimError(f"--pdf: {browser} printed nothing: {said}: print {page} yourself")
         write_bytes(printed, paths.content(draft, paths.TEXT))
-
-
-def _stacks(runs: Sequence[StoredRun], rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
-    """Returns the members of each defense in words, as scenarios or else rows state them."""
-    stated = {k: v for run in runs for k, v in (run.setting("defenses") or {}).items()}
-    stated = stated or {row.defense.name: row.defense.stack for row in rows}
-    return [(name, describe_stack(stack)) for name, stack in stated.items()]
 
 
 # The attackers that the literature numbers A to H, and which of them were measured.
@@ -250,11 +247,8 @@ def _reason(plugin: plugins.Installed, rows: Sequence[ResultRow]) -> str:
     return "the scenario does not name it; whether it fits this system was not checked"
 
 
-def _noise_notes(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns what the runs note of the noise behind a finite ε."""
-    finite = any(row.epsilon is not None and math.isfinite(row.epsilon) for row in utility(runs))
-    notes = [str(text) for run in runs if (text := nested(run.record, "notes", "noise"))]
-    return list(dict.fromkeys(notes)) if finite else []
+def _has_finite_claim(runs: Sequence[StoredRun]) -> bool:
+    return any(row.epsilon is not None and math.isfinite(row.epsilon) for row in utility(runs))
 
 
 def criteria(content: Content) -> dict[str, str]:
@@ -269,8 +263,7 @@ def criteria(content: Content) -> dict[str, str]:
     not_tried = f" {number_of(len(left_out), 'installed attack')} not tried." if left_out else ""
     watchers = dict.fromkeys(WATCHERS.get(watcher_of(row.vantage), row.vantage) for row in rows)
     seconds = [row.seconds for row in rows if row.seconds is not None]
-    proven = any(row.epsilon is not None and math.isfinite(row.epsilon) for row in utility(runs))
-    trials = sorted({row.n for row in rows}) or [0]
+    proven, trials = _has_finite_claim(runs), sorted({row.n for row in rows}) or [0]
     gained = [row for row in rows if row.gain is not None]
     images = max((row.images or 0 for row in gained), default=0)
     return {
@@ -320,7 +313,6 @@ def _membership(rows: Sequence[LeaderboardRow]) -> str:
 
 _FILES = ("scenario.yaml", RESULTS, "rounds.jsonl", "audit.jsonl", "record.json")
 _RECORDED = (".json", ".safetensors")
-_CHUNK = 1 << 20
 
 
 def list_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, str]]:
@@ -368,8 +360,5 @@ def check_command(name: str) -> str:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with paths.open_regular(path, paths.ARCHIVE) as file:
-        for chunk in iter(lambda: file.read(_CHUNK), b""):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

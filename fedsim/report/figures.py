@@ -71,14 +71,13 @@ def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
 
 def describe_stack(stack: Sequence[dict[str, Any]]) -> str:
     """Formats a stack as `clip(norm=1.0) → gaussian_noise(multiplier=1.1)`, or as no text."""
-    return " → ".join(_describe_member(member) for member in stack)
-
-
-def _describe_member(member: dict[str, Any]) -> str:
-    fields = {**member, **member.get("parameters", {})}
-    inner = ", ".join(
-        f"{key}={describe_value(value)}"
-        for key, value in fields.items()
-        if key not in ("name", "parameters") and value is not None
-    )
-    return f"{member.get('name', '?')}({inner})" if inner else str(member.get("name", "?"))
+    members = []
+    for member in stack:
+        name = str(member.get("name", "?"))
+        inner = ", ".join(
+            f"{key}={describe_value(value)}"
+            for key, value in {**member, **member.get("parameters", {})}.items()
+            if key not in ("name", "parameters") and value is not None
+        )
+        members.append(f"{name}({inner})" if inner else name)
+    return " → ".join(members)

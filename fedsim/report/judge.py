@@ -837,11 +837,6 @@ def missing_terms(row: LeaderboardRow) -> tuple[str, ...]:
     return tuple(name for name, value in terms.items() if value is None)
 
 
-def _state_failures(rows: Sequence[LeaderboardRow]) -> Statement | None:
-    failed, total = sum(row.n - row.n_ok for row in rows), sum(row.n for row in rows)
-    return _state("some failed", failed=failed, total=total) if failed else None
-
-
 def _list_untried(
     rows: Sequence[LeaderboardRow], trained: Collection[int]
 ) -> tuple[Statement, ...]:
@@ -891,6 +886,7 @@ def _doubts(
 ) -> list[Statement]:
     """Lists what speaks against relying on a defense, the weightiest first."""
     row = verdict.strongest
+    failed, total = sum(each.n - each.n_ok for each in rows), sum(each.n for each in rows)
     doubts = (
         _state("attack works") if is_leak(verdict.finding) else None,
         _state("audit refutes") if any(map(_is_refuted, rows)) else None,
@@ -899,7 +895,7 @@ def _doubts(
         _state("no defense") if row.undefended else None,
         _why_unmeasured(verdict, rows),
         _weakness(row),
-        _state_failures(rows),
+        _state("some failed", failed=failed, total=total) if failed else None,
         None if row.undefended else _why_untested(rows, undefended),
         _scatter(rows),
         _model_problem(rows, undefended),

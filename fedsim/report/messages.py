@@ -18,7 +18,6 @@ from fedsim.report.judge import (
     Reliance,
     Shown,
     Statement,
-    Times,
     Verdict,
     failures_of,
     is_leak,
@@ -172,15 +171,16 @@ def describe_gets(verdict: Verdict) -> str:
         _TEXTS["gets"].get(kind) or _noun(finding),
         told=_join_nouns(verdict.told),
         about=about and f"about {about} ",
-        pictures=_pictures(verdict),
+        pictures="pictures" if row.main.pictured else row.main.noun,
         colors="colors" if row.main.pictured else "coarse values",
         certain="" if verdict.is_bounded else "certain ",
         times=times,
         subject=row.main.noun,
         total=verdict.trials,
     )
-    if verdict.times:
-        gets += f" {_describe_times(verdict.times)}"
+    if counted := verdict.times:
+        least = f"in at least {counted.count} of {number_of(counted.n, 'trial')}"
+        gets += f" {least if counted.or_more else in_trials(counted.count, counted.n)}"
     if not is_leak(finding):
         return gets
     if finding == "colors only" and not verdict.besides:
@@ -195,17 +195,6 @@ def _noun(what: Leaking) -> str:
 def _join_nouns(parts: Iterable[Leaking]) -> str:
     """Joins the nouns of targets; empty without any."""
     return join(nouns) if (nouns := [*map(_noun, parts)]) else ""
-
-
-def _describe_times(times: Times) -> str:
-    if times.or_more:
-        return f"in at least {times.count} of {number_of(times.n, 'trial')}"
-    return in_trials(times.count, times.n)
-
-
-def _pictures(verdict: Verdict) -> str:
-    main = verdict.strongest.main
-    return "pictures" if main.pictured else main.noun
 
 
 def describe_reliance(verdict: Verdict) -> str:

@@ -16,18 +16,11 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from fedsim.recording.files import write_text
+from fedsim.report import messages
 from fedsim.report.content import Content
 from fedsim.report.facts import made_with
 from fedsim.report.figures import format_accuracy, format_number, format_signed, format_summary
 from fedsim.report.glossary import explain_terms, mark_code, remove_turns, sentence_of, shorten, tip
-from fedsim.report.messages import (
-    brief,
-    describe_cautions,
-    describe_control,
-    describe_told,
-    describe_untried,
-    grounds,
-)
 from fedsim.results.reading import load_runs
 from fedsim.system import paths
 from fedsim.words import describe_variant, format_bound, format_claim, number_of
@@ -119,12 +112,12 @@ def _environment() -> Environment:
     environment.filters |= {
         "accuracy": lambda row: format_accuracy(row.test_accuracy, row.accuracy),
         "bound": format_bound,
-        "brief": brief,
-        "cautions": describe_cautions,
-        "control": describe_control,
-        "grounds": grounds,
-        "told": describe_told,
-        "untried": describe_untried,
+        "brief": messages.brief,
+        "cautions": messages.describe_cautions,
+        "control": messages.describe_control,
+        "grounds": messages.grounds,
+        "told": messages.describe_told,
+        "untried": messages.describe_untried,
         "variant": describe_variant,
         "claim": lambda row: format_claim(row.epsilon, row.delta, row.unit, row.relation),
         "made_with": made_with,

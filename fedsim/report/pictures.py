@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -45,8 +45,6 @@ _PAIRS = 4
 
 _LONGEST = 300
 """Why a picture cannot be read is cut behind so many characters."""
-
-_Value = TypeVar("_Value")
 
 Trial = tuple[ResultRow, Path]
 """A row of results.jsonl, and the file of its reconstruction."""
@@ -203,24 +201,21 @@ def scored_trials(runs: Iterable[StoredRun]) -> dict[str, list[Trial]]:
     }
 
 
-def _median(values: Sequence[_Value]) -> _Value:
-    return values[(len(values) - 1) // 2]
-
-
 def _median_victim(scored: Sequence[Trial]) -> str | None:
     """Returns the digest of the median image of the median trial; None if its row states none."""
-    row, _ = _median(scored)
+    row, _ = scored[(len(scored) - 1) // 2]
     values = (row.per_image or {}).get("psnr") or []
     if not row.victims or len(values) != len(row.victims):
         return row.victims[0] if row.victims else None
     order = sorted(range(len(values)), key=lambda at: values[at])
-    return row.victims[_median(order)]
+    return row.victims[order[(len(order) - 1) // 2]]
 
 
 def _plate(scored: Sequence[Trial], victim: str | None) -> Plate:
     """Returns the plate of the trial that attacked `victim`, or of the median one."""
     with_victim = [entry for entry in scored if victim in (entry[0].victims or [])]
-    row, path = _median(with_victim or scored)
+    candidates = with_victim or scored
+    row, path = candidates[(len(candidates) - 1) // 2]
     tensors = read_tensors(path)
     if not {"truth", "reconstruction"} <= tensors.keys():
         raise ReportError(f"{path}: holds no pair of truth and reconstruction")

@@ -15,7 +15,7 @@ from fedsim.contracts.grant import Grant
 from fedsim.contracts.target import ranking_targets
 from fedsim.report.facts import Awaited
 from fedsim.report.figures import format_accuracy, format_number, read_texts
-from fedsim.report.judge import Control, Judgement, dump, judgements, positive_controls
+from fedsim.report.judge import Judgement, dump, judgements, positive_controls
 from fedsim.report.messages import (
     describe_control,
     invalid_comparisons,
@@ -60,10 +60,6 @@ def _mean(row: LeaderboardRow) -> str:
     return f"{heading_of(metric)} {format_number(summary.mean, metric.digits)}"
 
 
-def _above(row: LeaderboardRow) -> str:
-    return measure_row(row, row.ranked_by).above.partition(" ")[0]
-
-
 def _above_other(row: LeaderboardRow) -> str:
     """Words in short why there is no other update (`one trial`, `not yet`), or what is above it."""
     if row.no_control:
@@ -95,7 +91,7 @@ _COLUMNS = (
     _Column("B", lambda row: str(row.batch_size)),
     _Column("ok", lambda row: f"{row.n_ok}/{row.n}"),
     _Column("found", _value, 4, _mean),
-    _Column("gain", _above),
+    _Column("gain", lambda row: measure_row(row, row.ranked_by).above.partition(" ")[0]),
     _Column("other", _above_other, 3),
     _Column("≥3 dB", _share, 2),
     _Column("certified", _format_certified),
@@ -131,8 +127,10 @@ def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> s
         name = printable(describe_comparison(comparison, comparisons))
         console.print(title.append(name, "bold"))
         if members[0].variant:
-            for folder in dict.fromkeys(path for row in members for path in row.folders):
-                console.print(Text(f"in {printable(_from_here(folder))}", "dim"), soft_wrap=True)
+            here = Path.cwd()
+            for path in dict.fromkeys(Path(path) for row in members for path in row.folders):
+                near = path.relative_to(here) if path.is_relative_to(here) else path
+                console.print(Text(f"in {printable(str(near))}", "dim"), soft_wrap=True)
         if marks[comparison] == "INVALID":
             console.print(Text(f"INVALID: {printable(invalid[comparison])}", "bold red"))
         for problem in warnings(members):
@@ -204,14 +202,6 @@ def _grid(rows: Sequence[LeaderboardRow], step: int) -> Table:
         texts = [row.defense if first else "", attack, *(cell(row) for cell in cells)]
         grid.add_row(*(Text(printable(each), "bold" if row.strongest else "") for each in texts))
     return grid
-
-
-def _from_here(folder: str) -> str:
-    """Returns the path of `folder` from the working directory, if it lies below that."""
-    path, working_directory = Path(folder), Path.cwd()
-    return str(
-        path.relative_to(working_directory) if path.is_relative_to(working_directory) else path
-    )
 
 
 def _describe_shared(rows: Sequence[LeaderboardRow]) -> list[str]:
@@ -302,25 +292,24 @@ def _json(
     judged: Sequence[Judgement],
 ) -> str:
     reasons, invalid = _reasons(rows, awaited), invalid_comparisons(rows)
+    documents = [_judgement(each) for each in judged]
     document = {
         "valid": not reasons,
         "invalid_reasons": reasons,
         "unfinished": list(unfinished),
         "warnings": warnings(rows),
-        "positive_controls": [_control(each.control) for each in judged],
-        "judgements": [_judgement(each) for each in judged],
+        "positive_controls": [
+            {
+                "comparison": plain["comparison"],
+                "status": each.control.status,
+                "reason": describe_control(each.control),
+            }
+            for plain, each in zip(documents, judged, strict=True)
+        ],
+        "judgements": documents,
         "rows": [{**_validity(row, invalid), **_fields(row)} for row in rows],
     }
     return json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def _control(control: Control) -> dict[str, Any]:
-    *where, threat, watcher = control.comparison
-    return {
-        "comparison": [*where, threat.title, watcher],
-        "status": control.status,
-        "reason": describe_control(control),
-    }
 
 
 def _judgement(judged: Judgement) -> dict[str, Any]:

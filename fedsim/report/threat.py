@@ -95,8 +95,8 @@ def threat_model_of(row: ResultRow) -> ThreatModel:
             (within if name in default else beyond).append(entry)
     return ThreatModel(
         altered=list(_DONE).index(row.server),
-        beyond=_sort(beyond + [f"{_OWN}{thing}" for thing in row.attack.brought]),
-        within=_sort(within),
+        beyond=tuple(sorted({*(beyond + [f"{_OWN}{thing}" for thing in row.attack.brought])})),
+        within=tuple(sorted({*within})),
     )
 
 
@@ -116,10 +116,6 @@ def _quote(value: object) -> str:
     """Words what a grant is called or has: quoted if other things would read like it."""
     plain = not isinstance(value, str) or (_WORD.fullmatch(value) and value not in _OTHERS)
     return str(value) if plain else json.dumps(value, ensure_ascii=False)
-
-
-def _sort(entries: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(set(entries)))
 
 
 def unknown_grants(threat: ThreatModel) -> list[str]:

@@ -134,15 +134,11 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
         for place, row in enumerate(members):
             # In turn from the next one on, so that each row is the control of another.
             others = members[place + 1 :] + members[:place]
-            if not _is_asked_singly(row):
+            release = row["release"]
+            if not main_target(release["kind"] if release else "update").asked_singly:
                 row["control"] = _control_of_batch(row, others, public, root) or row["control"]
             elif others:
                 row["control"] = _control_of_rows(row, others[0], root)
-
-
-def _is_asked_singly(row: Row) -> bool:
-    release = row["release"]
-    return main_target(release["kind"] if release else "update").asked_singly
 
 
 def _control_of_batch(

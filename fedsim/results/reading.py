@@ -19,7 +19,7 @@ from fedsim.results.lines import (
     digest_of,
     nested,
 )
-from fedsim.results.record import PLAN, Line, Plan, describe_fault, load_plan, strict_json
+from fedsim.results.record import PLAN, Line, Plan, describe_fault, strict_json
 from fedsim.scenario.document import ScenarioError
 from fedsim.scenario.reader import MAX_BYTES, parse_yaml
 from fedsim.system import paths
@@ -54,7 +54,14 @@ def differences(
     """
     # What rows state already tells the runs apart without being repeated.
     shown = {key for variant in stated for key in variant}
-    settings = [dict(_decisive(scenario)) for scenario in scenarios]
+    settings = [
+        {
+            key: value
+            for key, value in leaves_of(scenario)
+            if _within(key, _DECISIVE) and not _within(key, _NEVER)
+        }
+        for scenario in scenarios
+    ]
     keys = {key: None for setting in settings for key in setting if not _within(key, shown)}
     # A run that lost its scenario has no values to differ in, and gets none.
     present = [setting for setting in settings if setting]
@@ -75,12 +82,6 @@ def stacks_of(scenario: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the defense stacks of a resolved scenario, by name; empty if it has none."""
     stacks = scenario.get("defenses")
     return stacks if isinstance(stacks, Mapping) else {}
-
-
-def _decisive(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in leaves_of(scenario):
-        if _within(key, _DECISIVE) and not _within(key, _NEVER):
-            yield key, value
 
 
 def leaves_of(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -332,7 +333,7 @@ def _rank_copy(row: ResultRow) -> tuple[float, bool, bool]:
 
 def _load_run(folder: Path) -> StoredRun:
     text, parsed = _scenario(folder / "scenario.yaml")
-    plan = _plan(folder)
+    plan = load_plan(folder)
     rows = _read(folder / RESULTS, ResultRow, optional=plan is not None)
     # Rows that wait for truth, or that saw nothing, are counted and enter no table.
     counts = Counter(row.status for row in rows)
@@ -356,11 +357,18 @@ def _load_run(folder: Path) -> StoredRun:
     return replace(run, rows=[row.model_copy(update=of_run) for row in scored])
 
 
-def _plan(folder: Path) -> Plan | None:
+def load_plan(folder: Path) -> Plan | None:
+    """Reads the plan of the run in `folder`; None if it has none, as runs of earlier versions."""
+    path = folder / PLAN
+    if not path.exists():
+        return None
     try:
-        return load_plan(folder)
-    except (FedsimError, OSError) as error:
-        raise ReportError(str(error)) from error
+        return Plan.model_validate(strict_json(_text(path, paths.TEXT)))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ReportError(
+            f"{path}: not what fedsim writes: {describe_fault(error)}; remove it, and "
+            "nothing tells how far the run is"
+        ) from error
 
 
 def fits(row: dict[str, Any], name: str) -> bool:

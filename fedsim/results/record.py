@@ -297,20 +297,6 @@ class Plan(BaseModel):
         write_json(folder / PLAN, self.model_dump())
 
 
-def load_plan(folder: Path) -> Plan | None:
-    """Reads the plan of the run in `folder`; None if it has none, as runs of earlier versions."""
-    path = folder / PLAN
-    if not path.exists():
-        return None
-    try:
-        return Plan.model_validate(strict_json(paths.text(path, paths.TEXT)))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise FedsimError(
-            f"{path}: not what fedsim writes: {describe_fault(error)}; remove it, and "
-            "nothing tells how far the run is"
-        ) from error
-
-
 def refuse_other_run(out: Path, resolved: str, resume: bool) -> None:
     """Refuses a folder that holds a run, unless `resume` continues the same scenario.
 

@@ -83,7 +83,27 @@ def test_help_needs_nothing_heavy() -> None:
     assert not loaded & {"torch", "numpy", "pydantic", "flwr", "ray", "yaml", "matplotlib"}
 
 
-def test_options_reach_the_python_function(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+NETWORK = ["--superlink", "localhost:8000", "--root-certificates", "ca.crt", "--shared-seed"]
+LINK = Link(
+    superlink="localhost:8000", roots=Path("ca.crt"), secret=Path("secret"), shared_seed=True
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "link", "engine"),
+    [
+        ([], None, []),
+        ([*NETWORK, "--superexec-secret", "secret"], LINK, ["federation.engine=deployment"]),
+    ],
+    ids=["alone", "superlink"],
+)
+def test_options_reach_the_python_function(
+    more: list[str],
+    link: Link | None,
+    engine: list[str],
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     got: dict[str, Any] = {}
 
     def run(scenario: Path, **options: Any) -> Run:
@@ -92,38 +112,19 @@ def test_options_reach_the_python_function(path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(pipeline, "run", run)
     words = ["--set", "training.rounds=3", "--set", "name=b", "--seed", 9, "--device", "auto"]
-    result = invoke("run", path, "--out", "o", *words, "--resume", "--workers", 2, "--quiet")
+    result = invoke("run", path, "--out", "o", *words, "--resume", "--workers", 2, "-q", *more)
     assert result.exit_code == 0, result.output
     assert got == {
         "scenario": path,
         "out": Path("o"),
-        "overrides": ["training.rounds=3", "name=b", "seed=9", "device=auto"],
+        "overrides": ["training.rounds=3", "name=b", "seed=9", "device=auto", *engine],
         "resume": True,
         "workers": 2,
         "quiet": True,
-        "link": None,
+        "link": link,
         "log": [],
     }
     assert result.output == ""
-
-
-def test_a_superlink_reaches_the_python_function_as_a_link(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    got: dict[str, Any] = {}
-
-    def run(scenario: Path, **options: Any) -> Run:
-        got.update(options)
-        return Run(path.parent)
-
-    monkeypatch.setattr(pipeline, "run", run)
-    words = ["--superlink", "localhost:8000", "--root-certificates", "ca.crt", "--shared-seed"]
-    result = invoke("run", path, *words, "--superexec-secret", "secret", "--quiet")
-    assert result.exit_code == 0, result.output
-    assert got["link"] == Link(
-        superlink="localhost:8000", roots=Path("ca.crt"), secret=Path("secret"), shared_seed=True
-    )
-    assert got["overrides"] == ["federation.engine=deployment"]
 
 
 def test_every_option_has_its_python_counterpart() -> None:
@@ -190,10 +191,6 @@ def test_attack_attacks_a_recording_again(finished: Path, tmp_path: Path) -> Non
         (["--attack", "inverting_gradient"], "did you mean 'inverting_gradients'?"),
         (["--attack", "inverting_gradients", "--set", "iteratons=2"], "did you mean 'iterations'?"),
         (
-            ["--attack", "inverting_gradients", "--set", "iterations=x"],
-            "--set iterations=x: iterations: expected a whole number, got 'x'",
-        ),
-        (
             ["--attack", "inverting_gradients", "--grant", "labls=known"],
             "--grant labls=known: knowledge.labls: unknown key; did you mean 'labels'?",
         ),
@@ -229,14 +226,6 @@ def test_attack_refuses_a_folder_that_cannot_be(finished: Path, tmp_path: Path) 
         assert not result.stdout
 
 
-def test_attack_refuses_what_is_no_recording(finished: Path, tmp_path: Path) -> None:
-    for wrong in (tmp_path / "absent.json", finished / "record.json"):
-        result = invoke("attack", wrong, "--attack", "inverting_gradients")
-        assert result.exit_code == 2, result.output
-        assert str(wrong) in result.stderr
-        assert "to do" not in result.stderr
-
-
 def test_leaderboard_in_three_formats(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     shown = invoke("leaderboard", finished)
@@ -253,14 +242,6 @@ def test_leaderboard_in_three_formats(finished: Path, monkeypatch: pytest.Monkey
     ).stdout.splitlines()
     assert "psnr_mean" in header.split(",")
     assert len(lines) == 2, "the same run twice counts once"
-
-
-@pytest.mark.parametrize("command", ["leaderboard", "report"])
-def test_a_folder_without_a_run_is_refused(command: str, tmp_path: Path) -> None:
-    for wrong in (tmp_path, tmp_path / "absent"):
-        result = invoke(command, wrong)
-        assert result.exit_code == 2, result.output
-        assert str(wrong) in result.stderr
 
 
 @pytest.mark.parametrize("words", [["list"], ["privacy"]], ids=" ".join)

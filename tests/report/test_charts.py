@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fedsim.report.charts import Axis, Series, _move_apart, _rates, _ticks, chart
+from fedsim.report.charts import Axis, Series, _move_apart, _rates, chart
 from fedsim.targets.membership import membership_auc
 
 
@@ -53,7 +53,7 @@ def test_a_line_passes_through_its_points(shape: str) -> None:
     ("low", "high"), [(0, 1), (-3.2, 41), (0.001, 0.002), (-1e6, 1e7), (3, 3.1)]
 )
 def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
-    ticks = _ticks(low, high)
+    ticks = Axis("x").ticks((low, high))
     assert 2 <= len(ticks) <= 8
     assert low <= ticks[0] and ticks[-1] <= high
     assert all(len(f"{tick:g}".strip("-")) <= 8 for tick in ticks)
@@ -81,7 +81,3 @@ def test_the_area_below_the_curve_is_the_score() -> None:
         rates = _rates(scores, members)
         assert rates[0] == (0, 0) and rates[-1] == (1, 1)
         assert math.isclose(area(rates), membership_auc(scores, members))
-
-
-def test_equal_scores_are_one_point() -> None:
-    assert _rates(torch.zeros(4), torch.tensor([True, False, True, False])) == [(0, 0), (1, 1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_run import QUICK, STACKS, write_run
-from test_page import NASTY, Page, edited
+from answer_rows import trial
+from synthetic_run import STACKS, write_run
+from test_page import Page
 from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
@@ -82,27 +82,6 @@ def test_the_same_run_gives_the_same_bytes_wherever_it_lies(
     assert len(set(pages)) == 1 and "UNFINISHED" in pages[0]
 
 
-def test_hostile_strings_are_inert(run_folder: Path, tmp_path: Path) -> None:
-    tag = "</para><font color='red'>&lt;<a href='https://x.example'>\x1b[31m\u202e中" + NASTY
-
-    def spoil(row: dict[str, Any]) -> None:
-        row["scenario"] = row["dataset"] = row["model"]["name"] = tag
-        row["attack"]["label"] = row["attack"]["name"] = tag
-        row["status"], row["reason"], row["metrics"] = "failed", tag, None
-        row["privacy"]["reason"] = tag
-
-    folder = edited(run_folder, tmp_path / "run", spoil)
-    (folder / "scenario.yaml").write_text(
-        f"name: {json.dumps(tag)}\ndescription: {json.dumps(tag)}\ndata: {{clients: 2}}\n"
-    )
-    page = page_of(folder)
-    tags = {name for name, _ in page.elements}
-    assert not tags & {"script", "font", "iframe", "link", "form"}
-    assert all(not name.startswith("on") for _, attrs in page.elements for name in attrs)
-    targets = [str(attrs.get("href") or attrs.get("src")) for _, attrs in page.elements]
-    assert all(t in ("None",) or t.startswith(("#", "data:image/png")) for t in targets)
-
-
 def test_what_is_invalid_stands_apart_and_answers_nothing(tmp_path: Path) -> None:
     stacks = {name: STACKS[name] for name in ("none", "dp")}
     options: dict[str, Any] = {"stacks": stacks, "trials": 3, "batch_sizes": (1,)}
@@ -119,22 +98,7 @@ def test_what_is_invalid_stands_apart_and_answers_nothing(tmp_path: Path) -> Non
 
 
 def row(**changes: Any) -> ResultRow:
-    parts: dict[str, Any] = {
-        "scenario": "s",
-        "dataset": "d",
-        "model": {"name": "lenet"},
-        "defense": {"name": "none", "stack": []},
-        "attack": {"name": "deep_leakage", "label": "deep_leakage"},
-        "vantage": "server",
-        "knowledge": {},
-        "batch_size": 1,
-        "round": 1,
-        "client": 0,
-        "trial": 0,
-        "seed": 0,
-        "status": "ok",
-    }
-    return ResultRow.model_validate(parts | changes)
+    return ResultRow.model_validate(trial(12.0, defense="none", attack="deep_leakage") | changes)
 
 
 GENERATOR = {"name": "generative_prior", "label": "g", "brought": ["public=photos"]}
@@ -207,31 +171,11 @@ def test_criteria_that_were_not_measured_say_so(run_folder: Path) -> None:
     assert measured["means"].startswith("3 attacks")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("attacks_here")
-def test_the_command_repeats_all_numbers(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ((title, line),) = list_commands(load_runs([small]), small)
-    words = chapter(page_of(small), 10)
-    assert title in words and line in words
-    program, *arguments = shlex.split(line)
-    assert program == "fedsim"
-    monkeypatch.chdir(small.parent)
-    done = CliRunner().invoke(app, [*arguments, *QUICK])
-    assert done.exit_code == 0, done.output
-
-    def measured(folder: Path) -> dict[str, Any]:
-        rows = [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()]
-        return {
-            (row["attack"]["label"], row["observation"]): (row["metrics"], row["privacy"])
-            for row in rows
-        }
-
-    again = measured(small.parent / "again")
-    assert again and again == measured(small)
-
-
-def test_hashes_are_those_that_the_shown_command_prints(small: Path) -> None:
+def test_hashes_and_commands_are_those_that_repeat_the_run(small: Path) -> None:
     (run,) = load_runs([small])
+    ((title, line),) = list_commands([run], small)
+    assert line == "fedsim run small/scenario.yaml --out again"
+    assert title in chapter(page_of(small), 10) and line in chapter(page_of(small), 10)
     facts = dict(hashes(run))
     assert all(digest in chapter(page_of(small), 10) for digest in facts.values())
     command = check_command(small.name)

@@ -43,14 +43,7 @@ def test_every_button_of_a_page_opens_an_explanation_that_is_there(run_folder: P
 
 @pytest.mark.parametrize(
     "token",
-    [
-        "ε = 7.82",
-        "δ = 1e-05",
-        "+16.9 dB",
-        "n = 6 trials",
-        "−4.2 to +4.0 dB",
-        "83.5 to 98.6%",
-    ],
+    ["ε = 7.82", "δ = 1e-05", "+16.9 dB", "n = 6 trials", "−4.2 to +4.0 dB", "83.5 to 98.6%"],
 )
 def test_no_figure_breaks_from_its_unit(token: str) -> None:
     kept = token.replace(" ", "\N{NO-BREAK SPACE}")

@@ -101,8 +101,7 @@ FINDINGS: dict[str, tuple[Lines, str]] = {
     "that and no gain": (trials(FAILS, ssim=0.1, haarpsi=0.9), "nothing"),
     "a denied likeness stays a leak": (
         [in_one([r], 0, metrics={"haarpsi": 0.1})[0] for r in of_likeness("ssim", 0.85, 0.1, 0.1)],
-        "colors only",
-    ),
+        "colors only"),
     "a small gain is colors": (trials([13.0, 13.1, 13.2, 13.3], ssim=0.9), "colors only"),
     "no gain is nothing, however alike": (trials(FAILS, ssim=0.9), "nothing"),
     "one trial of 18 dB": (trials([30.0, 12.0, 12.0, 12.0, 12.1], ssim=0.1), "recognizable"),
@@ -114,16 +113,11 @@ FINDINGS: dict[str, tuple[Lines, str]] = {
     "labels of two trials": (LABELS[:2], "some trials"),
     "labels without a control": (controlled(LABELS, None), "some trials"),
     "labels that fit any update": (
-        controlled(LABELS, None, psnr=9.0, label_accuracy=1.0), "nothing",
-    ),
+        controlled(LABELS, None, psnr=9.0, label_accuracy=1.0), "nothing"),
     "labels of the same client": (
-        controlled(LABELS, "batch", psnr=9.0, label_accuracy=1.0),
-        "some trials",
-    ),
+        controlled(LABELS, "batch", psnr=9.0, label_accuracy=1.0), "some trials"),
     "a certificate of labels": (
-        controlled(stating(LABELS, 1, 0), "batch", label_accuracy=1.0),
-        "labels",
-    ),
+        controlled(stating(LABELS, 1, 0), "batch", label_accuracy=1.0), "labels"),
     "members now and then": (
         [
             in_one([row], 0, metrics={"membership_auc": area})[0]
@@ -157,46 +151,30 @@ FINDINGS: dict[str, tuple[Lines, str]] = {
     "of public images": (controlled(trials(STEADY), "public", psnr=28.4), "nothing"),
     "of an old row": (controlled(trials(STEADY), None, psnr=28.4), "nothing"),
     "better than look-alikes": (
-        controlled(trials(STEADY, ssim=0.9), "batch", psnr=15.0),
-        "recognizable",
-    ),
+        controlled(trials(STEADY, ssim=0.9), "batch", psnr=15.0), "recognizable"),
     "a trial that another batch gives, too": (
-        controlled(trials([17.0, *FAILS[1:]]), "batch", psnr=15.5),
-        "some trials",
-    ),
+        controlled(trials([17.0, *FAILS[1:]]), "batch", psnr=15.5), "some trials"),
     "that another client's gives": (
-        controlled(trials([17.0, *FAILS[1:]]), "client", psnr=15.5),
-        "nothing",
-    ),
+        controlled(trials([17.0, *FAILS[1:]]), "client", psnr=15.5), "nothing"),
     "one exact image of 64": (
         in_one(trials([12.5, *FAILS[1:]]), 0, per_image={"psnr": [58.0, *[11.8] * 63]}),
-        "recognizable",
-    ),
+        "recognizable"),
     "an image 15 dB above its own guess": (
         of_images([32.0, *[11.8] * 63], [13.0, *[11.8] * 63], [12.0, *[11.8] * 63]),
-        "recognizable",
-    ),
+        "recognizable"),
     "as good as its own guess": (
-        of_images([32.0, *[11.8] * 63], [31.0, *[11.8] * 63], [12.0, *[11.8] * 63]),
-        "nothing",
-    ),
+        of_images([32.0, *[11.8] * 63], [31.0, *[11.8] * 63], [12.0, *[11.8] * 63]), "nothing"),
     "drawn from any update": (
-        of_images([48.0, *[11.8] * 3], [15.0, *[11.8] * 3], [48.0, *[11.8] * 3]),
-        "nothing",
-    ),
+        of_images([48.0, *[11.8] * 3], [15.0, *[11.8] * 3], [48.0, *[11.8] * 3]), "nothing"),
     "of 15 dB at a guess of 12": (in_one(SAFE, 0, per_image={"psnr": [27.0, 9.0]}), "nothing"),
     "in a trial below its guess": (
-        in_one(trials([12.1, 3.0, 3.1, 2.9, 3.2]), 1, per_image={"psnr": [48.0, 0.5]}),
-        "nothing",
-    ),
+        in_one(trials([12.1, 3.0, 3.1, 2.9, 3.2]), 1, per_image={"psnr": [48.0, 0.5]}), "nothing"),
     "structure whatever the pixels": (of_likeness("ssim", 0.85, 0.1, 0.1), "recognizable"),
     "that another update has": (of_likeness("ssim", 0.85, 0.1, 0.85), "nothing"),
     "likeness whatever the pixels": (of_likeness("lpips", 0.05, 0.7, 0.7), "recognizable"),
     "that another has": (of_likeness("lpips", 0.05, 0.7, 0.05), "nothing"),
     "structure in one trial": (
-        in_one(of_likeness("ssim", 0.1, 0.1, 0.1), 2, metrics={"ssim": 0.85}),
-        "some trials",
-    ),
+        in_one(of_likeness("ssim", 0.1, 0.1, 0.1), 2, metrics={"ssim": 0.85}), "some trials"),
     "recognizable trials below the mean": (
         [in_one([r], 0, metrics={"ssim": s})[0] for r, s in
          zip(trials([21.0, 15.5, 15.6, 15.7, 15.8]), [0.9, 0.1, 0.1, 0.1, 0.1], strict=True)],
@@ -209,10 +187,7 @@ FINDINGS: dict[str, tuple[Lines, str]] = {
         ],
         "recognizable",
     ),
-    "features of an attack beside": (
-        [*trials(FAILS), *of_features(0.01)],
-        "features",
-    ),
+    "features of an attack beside": ([*trials(FAILS), *of_features(0.01)], "features"),
     "one controlled trial of five shows none": (
         [
             *controlled(trials([30.0], ssim=0.9), "client", psnr=30.0),
@@ -256,30 +231,23 @@ PLANS: dict[str, tuple[Lines, Lines, str]] = {
     "proven, and it leaks": (WORKS, trials(LEAKY, privacy=PROVEN, ssim=0.8), "attack works"),
     "two trials": (WORKS, SAFE[:2], "few trials"),
     "equal trials": (WORKS, trials([12.0] * 5, privacy=PROVEN), "equal trials"),
-    "scattered trials": (
-        WORKS, trials([8.0, 9.0, 14.5, 14.9], privacy=PROVEN), "interval reaches",
-    ),
+    "scattered trials": (WORKS, trials([8.0, 9.0, 14.5, 14.9], privacy=PROVEN), "interval reaches"),
     "the scatter of any attack": (
         [*WORKS, *trials([30.0, 31.0, 32.0], defense="none", attack="dlg", ssim=0.9)],
-        [*SAFE, *trials([11.0, 12.0, 12.9], attack="dlg", privacy=PROVEN)],
-        "interval reaches",
-    ),
+        [*SAFE, *trials([11.0, 12.0, 12.9], attack="dlg", privacy=PROVEN)], "interval reaches"),
     "one attack run failed": (WORKS, trials([*FAILS, None], privacy=PROVEN), "some failed"),
     "all but one failed": (
-        WORKS, trials([12.1, None, None, None, None], privacy=PROVEN), "some failed",
-    ),
+        WORKS, trials([12.1, None, None, None, None], privacy=PROVEN), "some failed"),
     "all failed": (WORKS, trials([None, None, None], privacy=PROVEN), "all failed"),
     "another attack for one that failed": (
         [*WORKS, *PLAIN_DLG],
         [*trials([None] * 5, privacy=PROVEN), *trials(FAILS, attack="dlg", privacy=PROVEN)],
-        "some failed",
-    ),
+        "some failed"),
     "another attack": (WORKS, trials(FAILS, attack="dlg", privacy=PROVEN), "not tried"),
     "another batch size": (WORKS, changed(SAFE, batch_size=8), "not tried"),
     "another round": (WORKS, changed(SAFE, round=40), "not tried"),
     "nothing works for certain without": (
-        trials([21.0, 12.0, 12.0, 12.0, 19.0], defense="none"), SAFE, "nothing works",
-    ),
+        trials([21.0, 12.0, 12.0, 12.0, 19.0], defense="none"), SAFE, "nothing works"),
     "one of five works without, none of five behind": (
         [
             *trials([58.0, 12.0, 12.1, 11.9, 12.0], defense="none", ssim=0.9),
@@ -290,37 +258,23 @@ PLANS: dict[str, tuple[Lines, Lines, str]] = {
     ),
     "without, training diverges": (changed(WORKS, utility=DIVERGING), SAFE, "nothing works"),
     "training diverges": (WORKS, changed(SAFE, utility=DIVERGING), "diverges"),
-    "to infinity": (
-        WORKS, changed(SAFE, utility={"local_losses": [1.0, "inf"]}), "diverges",
-    ),
-    "from infinity": (
-        WORKS, changed(SAFE, utility={"local_losses": ["inf", "inf"]}), "diverges",
-    ),
+    "to infinity": (WORKS, changed(SAFE, utility={"local_losses": [1.0, "inf"]}), "diverges"),
+    "from infinity": (WORKS, changed(SAFE, utility={"local_losses": ["inf", "inf"]}), "diverges"),
     "the model is at chance": (
-        WORKS, trials(FAILS, privacy=PROVEN, accuracy=0.1), "learned nothing",
-    ),
-    "it learns a sixteenth": (
-        WORKS, trials(FAILS, privacy=PROVEN, accuracy=0.15), "learns little",
-    ),
+        WORKS, trials(FAILS, privacy=PROVEN, accuracy=0.1), "learned nothing"),
+    "it learns a sixteenth": (WORKS, trials(FAILS, privacy=PROVEN, accuracy=0.15), "learns little"),
     "it learns half": (WORKS, trials(FAILS, privacy=PROVEN, accuracy=0.6), "promised"),
     "nobody tested it": (WORKS, [row | {"utility": None} for row in SAFE], "not tested"),
     "without, 12% at a chance of 10%": (
         changed(WORKS, utility={"test_accuracy": 0.12}),
-        trials(FAILS, privacy=PROVEN, accuracy=0.13),
-        "undefended learned nothing",
-    ),
+        trials(FAILS, privacy=PROVEN, accuracy=0.13), "undefended learned nothing"),
     "without, for certain a tenth of the way": (
         changed(WORKS, utility={"test_accuracy": 0.23}),
-        trials(FAILS, privacy=PROVEN, accuracy=0.23),
-        "promised",
-    ),
+        trials(FAILS, privacy=PROVEN, accuracy=0.23), "promised"),
     "nobody tested the undefended": (
-        [row | {"utility": None} for row in WORKS], SAFE, "undefended learned nothing",
-    ),
+        [row | {"utility": None} for row in WORKS], SAFE, "undefended learned nothing"),
     "labels on average": (WORKS, controlled(LABELS, None), "more than guessed"),
-    "without a control": (
-        WORKS, controlled(trials(STEADY, privacy=PROVEN), None), "uncontrolled",
-    ),
+    "without a control": (WORKS, controlled(trials(STEADY, privacy=PROVEN), None), "uncontrolled"),
     "only labels were tried": (
         [
             row | {"metrics": {"label_accuracy": 1.0}}
@@ -345,19 +299,15 @@ PLANS: dict[str, tuple[Lines, Lines, str]] = {
     "one run was not accounted": (
         WORKS,
         [r | {"privacy": {"epsilon": None} if i % 2 else PROVEN} for i, r in enumerate(SAFE)],
-        "no guarantee",
-    ),
+        "no guarantee"),
     "attacks do not work without": (
         trials([13.0, 13.1, 13.2], defense="none", ssim=0.9),
-        trials([30.0, 30.1, 30.2], privacy=PROVEN),
-        "attacks fail",
-    ),
+        trials([30.0, 30.1, 30.2], privacy=PROVEN), "attacks fail"),
     "nothing undefended": ([], SAFE, "nothing undefended"),
     "not scored to its end": (
         WORKS,
         [*SAFE, trial(None, trial=9) | {"status": "unscored", "reason": "truth is elsewhere"}],
-        "not ended",
-    ),
+        "not ended"),
 }  # fmt: skip
 RELIES = {"promised": "rely", "attack works": "do not rely", "audit refutes": "do not rely"}
 
@@ -582,8 +532,7 @@ def test_an_attack_that_ignores_the_update_never_works(tmp_path: Path) -> None:
 
 CONTROLS: dict[str, tuple[Lines, str, str]] = {
     "features where images fail": (
-        with_features(trials(FAILS, defense="none"), 0.01), "passed", "subspace_error",
-    ),
+        with_features(trials(FAILS, defense="none"), 0.01), "passed", "subspace_error"),
     "look-alikes of one client": (controlled(WORKS, "batch", psnr=33.0), "passed", "psnr"),
     "as much from another update": (
         controlled([trial(17.4 + i / 100, trial=i, defense="none") for i in range(5)],

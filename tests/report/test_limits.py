@@ -72,14 +72,11 @@ LIMITS: dict[str, tuple[Lines, dict[str, float], list[str]]] = {
     "one trial has no interval": ([*WORKS, *PRUNED[:1]], {"max_gain": 1.9}, ["dp: ", "pruning, "]),
     "the best of two counts": ([*WORKS, *PRUNED[:2]], {"max_gain": 2.3}, ["dp: ", "pruning, "]),
     "another batch lowers no gain": (
-        of_dp(controlled(LOOK_ALIKES, "batch", psnr=29.5)), {"max_gain": 3.0}, ["dp, "],
-    ),
+        of_dp(controlled(LOOK_ALIKES, "batch", psnr=29.5)), {"max_gain": 3.0}, ["dp, "]),
     "another client's does": (
-        of_dp(controlled(LOOK_ALIKES, "client", psnr=29.5)), {"max_gain": 3.0}, [],
-    ),
+        of_dp(controlled(LOOK_ALIKES, "client", psnr=29.5)), {"max_gain": 3.0}, []),
     "the control does not pass": (
-        [*trials(FAILS, defense="none"), *DP, *PRUNED], {"max_psnr": 90.0}, ["INVALID: "],
-    ),
+        [*trials(FAILS, defense="none"), *DP, *PRUNED], {"max_psnr": 90.0}, ["INVALID: "]),
     "all failed (PSNR)": (of_dp(FAILED), {"max_psnr": 90.0}, ["dp ("]),
     "all failed (gain)": (of_dp(FAILED), {"max_gain": 90.0}, ["dp ("]),
     "labels alone (PSNR)": (of_dp(LABELS), {"max_psnr": 90.0}, ["dp ("]),
@@ -88,15 +85,13 @@ LIMITS: dict[str, tuple[Lines, dict[str, float], list[str]]] = {
     "what works failed": (of_dp([*FAILED, *OTHERS]), {"max_psnr": 90.0}, ["dp ("]),
     "a weaker version of it": (of_dp(WEAKER), {"max_gain": 90.0}, ["dp ("]),
     "trials that failed hide no gain": (
-        of_dp([*ONE_OF_FIVE, *OTHERS]), {"max_gain": 4.0}, ["dp (", "dp, "],
-    ),
+        of_dp([*ONE_OF_FIVE, *OTHERS]), {"max_gain": 4.0}, ["dp (", "dp, "]),
     "the truth is elsewhere": (of_dp(UNSCORED), {"max_psnr": 90.0}, ["UNSCORED: ", "dp: "]),
     "what is not proven": (LINES, {"max_epsilon": 8.0}, ["pruning: ε is inf"]),
     "ε is above": (of_dp(DP), {"max_epsilon": 7.8}, ["dp: ε is 7.82, above 7.8", "pruning: "]),
     "what a participant learns": (
         [*changed(LINES, vantage="client", privacy=STATED | {"epsilon": 9.5})],
-        {"max_epsilon": 9.0}, ["dp, ", "pruning, ", "pruning: "],
-    ),
+        {"max_epsilon": 9.0}, ["dp, ", "pruning, ", "pruning: "]),
     "members refute it": (
         of_dp(changed(DP, privacy={"epsilon": 1.0}, metrics={"membership_auc": 0.97},
                       theory={"membership_auc": 0.7311})), {"max_epsilon": 8.0},
@@ -117,14 +112,10 @@ LIMITS: dict[str, tuple[Lines, dict[str, float], list[str]]] = {
         {"max_epsilon": 8.0}, ["pruning: "],
     ),
     "one client of five refutes it": (
-        of_dp(told(1, 1, 1, 1, 0.009)), {"max_epsilon": 8.0}, ["dp, ", "pruning: "],
-    ),
-    "one client alone does": (
-        of_dp(told(0.04)), {"max_epsilon": 8.0}, ["dp, ", "pruning: "],
-    ),
+        of_dp(told(1, 1, 1, 1, 0.009)), {"max_epsilon": 8.0}, ["dp, ", "pruning: "]),
+    "one client alone does": (of_dp(told(0.04)), {"max_epsilon": 8.0}, ["dp, ", "pruning: "]),
     "one of five is as low by chance": (
-        of_dp(told(1, 1, 1, 1, 0.02)), {"max_epsilon": 8.0}, ["pruning: "],
-    ),
+        of_dp(told(1, 1, 1, 1, 0.02)), {"max_epsilon": 8.0}, ["pruning: "]),
     "attempts of all attacks count": (
         of_dp([*told(1, 1, 1, 1, 0.009),
                *(row | {"attack": OTHERS[0]["attack"]} for row in told(1, 1, 1, 1, 1))]),
@@ -265,14 +256,11 @@ GROWN: dict[str, tuple[Change, Change]] = {
     "all fail": (same, lambda rows: FAILED),
     "what is gone": (same, lambda rows: []),
     "a leak that was not measured": (
-        same, lambda rows: [*rows, *trials([52.0] * 5, attack="dlg", privacy=PROVEN, ssim=0.9)],
-    ),
+        same, lambda rows: [*rows, *trials([52.0] * 5, attack="dlg", privacy=PROVEN, ssim=0.9)]),
     "a leak of what had failed": (
-        lambda rows: FAILED, lambda rows: changed(rows, metrics={"psnr": 52.0}),
-    ),
+        lambda rows: FAILED, lambda rows: changed(rows, metrics={"psnr": 52.0})),
     "what a participant learns": (
-        seen_by_a_participant(epsilon=2.0), seen_by_a_participant(epsilon=9.0),
-    ),
+        seen_by_a_participant(epsilon=2.0), seen_by_a_participant(epsilon=9.0)),
     "of another unit": (seen_by_a_participant(), seen_by_a_participant(unit="example")),
     "or of nothing": (seen_by_a_participant(), seen_by_a_participant(epsilon="inf")),
 }  # fmt: skip

@@ -108,21 +108,8 @@ def test_limits_name_the_threat_model(mixed_update: Path) -> None:
 
 
 @pytest.mark.parametrize("case", GRANTS, ids=str)
-def test_whoever_looks_the_headline_says_what_else_was_had(
-    case: dict[str, Any], tmp_path: Path
-) -> None:
-    found = judged(tmp_path / "run", granted(case, vantage="client")).verdicts
-    title = leaderboard_rows([tmp_path / "run"])[0].threat.differs
-    for verdict in found:
-        assert attacker_of(verdict).startswith("another participant")
-        done = {"planted": "server planted weights", "modified": "server put a module"}
-        assert (title or done[case["server"]]) in brief(verdict)
-
-
-@pytest.mark.parametrize("case", GRANTS, ids=str)
-def test_who_attacks_names_all_that_was_had(case: dict[str, Any], tmp_path: Path) -> None:
-    judged(tmp_path / "run", granted(case))
-    said = " ".join(text for _, text in threat_model(measurements(load_runs([tmp_path / "run"]))))
+def test_whoever_looks_what_else_was_had_is_said(case: dict[str, Any], tmp_path: Path) -> None:
+    """In the headline, in what an attacker knows, and in a dossier beside each figure."""
     entry = {
         "labels": "true labels",
         "public": "test split",
@@ -131,20 +118,19 @@ def test_who_attacks_names_all_that_was_had(case: dict[str, Any], tmp_path: Path
         "modified": "module",
         "weights=prior.pt": "own weights=prior.pt",
     }
+    found = judged(tmp_path / "run", granted(case, vantage="client")).verdicts
+    row = leaderboard_rows([tmp_path / "run"])[0]
+    for verdict in found:
+        assert attacker_of(verdict).startswith("another participant")
+        done = {"planted": "server planted weights", "modified": "server put a module"}
+        assert (row.threat.differs or done[case["server"]]) in brief(verdict)
+    said = " ".join(text for _, text in threat_model(measurements(load_runs([tmp_path / "run"]))))
     key = next(iter(case.get("knowledge", {})), None) or case.get("server") or case["brought"][0]
     assert entry[key] in said
     assert ("It follows the protocol." in said) is ("server" not in case)
-
-
-@pytest.mark.parametrize("case", GRANTS, ids=str)
-def test_a_dossier_says_beside_each_figure_what_was_had(
-    case: dict[str, Any], tmp_path: Path
-) -> None:
-    judged(tmp_path / "run", granted(case))
-    row = leaderboard_rows([tmp_path / "run"])[0]
-    (page,) = write_dossier(tmp_path / "run")
-    text = page.read_text()
-    assert f"strong <small>{', '.join(row.threat.beyond) or row.server}</small>" in text
+    text = write_dossier(tmp_path / "run")[0].read_text()
+    sight = [*row.threat.beyond, "client"] if row.threat.beyond else [row.server, "client"]
+    assert f"strong <small>{', '.join(sight)}</small>" in text
 
 
 def test_a_trial_without_a_score_hides_no_leak_of_another(tmp_path: Path) -> None:

@@ -49,13 +49,6 @@ def test_a_suite_that_is_not_there_is_left_out_and_said(
     assert line["left_out"] == "no_such_package cannot be imported here" and "gain" not in line
 
 
-def test_a_run_without_such_recordings_is_refused(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(SystemExit, match="no recording of stack none, round 9"):
-        lines(monkeypatch, tmp_path / "out.json", str(small), "--round", "9")
-
-
 @pytest.mark.skipif(importlib.util.find_spec("leakpro") is None, reason="LeakPro is not installed")
 def test_leakpro_gets_the_recorded_gradient_and_no_image(small: Path) -> None:
     observation = load_observation(rivals.recordings(small, "none", 1, 1)[0])

@@ -10,6 +10,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import answer_rows
 import pytest
 import torch
 
@@ -28,26 +29,19 @@ METRICS = {"psnr": 12.0, "ssim": 0.2, "label_accuracy": 0.5}
 
 
 def row(trial: int = 0, victim: str = "a", psnr: float = 12.0, **other: Any) -> Row:
-    return {
+    made = answer_rows.trial(psnr, trial=trial, defense="none")
+    return made | {
         "scenario": "ward",
-        "dataset": "folder",
-        "model": {"name": "convnet", "parameters": {}},
-        "training": {},
-        "defense": {"name": "none", "stack": []},
-        "attack": {"name": "inverting_gradients", "label": "inverting_gradients"},
-        "vantage": "server",
-        "knowledge": {},
-        "batch_size": 1,
-        "round": 1,
-        "client": 0,
-        "trial": trial,
-        "seed": 7 + trial,
-        "status": "ok",
         "metrics": {**METRICS, "psnr": psnr},
         "baseline": {"name": "mean_image", **METRICS, "psnr": 10.0},
+        "control": None,
+        "observation": None,
+        "utility": None,
+        "privacy": None,
         "victims": [f"{victim}{trial}"],
         "cost": {"seconds": 1.0},
-    } | other
+        **other,
+    }
 
 
 def written(
@@ -117,13 +111,6 @@ def test_equal_rows_are_shown_once(tmp_path: Path) -> None:
     assert (alone.n, alone.variant) == (4, ""), "a run that was copied before its end"
 
 
-def test_a_run_with_more_trials_goes_on_with_the_other(tmp_path: Path) -> None:
-    written(tmp_path / "few", hospital("a", 2))
-    written(tmp_path / "more", hospital("a", 5))
-    (line,) = shown([tmp_path / "few", tmp_path / "more"])
-    assert (line.n, line.independent) == (5, 5)
-
-
 def test_seeds_are_pooled_and_other_data_under_another_seed_are_not(tmp_path: Path) -> None:
     one, other = "data:" + 64 * "1", "data:" + 64 * "2"
     written(tmp_path / "seed3", hospital("a"), seed=3, origin=one)
@@ -136,21 +123,18 @@ def test_seeds_are_pooled_and_other_data_under_another_seed_are_not(tmp_path: Pa
     assert {each.variant for each in lines} == {"data=111111111111", "data=222222222222"}
 
 
-def test_failures_alike_of_two_recordings_are_two(tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [{"seed": None, "origin": "recording:"}, {"seed": 3}])
+def test_failures_alike_of_two_recordings_or_seeds_are_two(
+    apart: dict[str, Any], tmp_path: Path
+) -> None:
     """An attack that refuses both says the same of each, down to the last field."""
     lost = row(0, status="failed", reason="refused", metrics=None, victims=None, baseline=None)
-    for name in ("sgd", "weights"):
-        written(tmp_path / name / "report", [lost], seed=None, origin=f"recording:{name}")
-    lines = shown([tmp_path / "sgd" / "report", tmp_path / "weights" / "report"])
-    assert len(lines) == 2 and sum(each.n for each in lines) == 2
-
-
-def test_failures_alike_under_two_seeds_are_two(tmp_path: Path) -> None:
-    lost = row(0, status="failed", reason="refused", metrics=None, victims=None, baseline=None)
-    for seed in (3, 4):
-        written(tmp_path / str(seed), [lost], seed=seed)
-    (line,) = shown([tmp_path / "3", tmp_path / "4"])
-    assert line.n == 2
+    for number, name in enumerate(("one", "two")):
+        case = {k: v + (name if k == "origin" else number) if v else v for k, v in apart.items()}
+        written(tmp_path / name, [lost], **case)
+    lines = shown([tmp_path / "one", tmp_path / "two"])
+    assert sum(each.n for each in lines) == 2
+    assert len(lines) == (2 if "origin" in apart else 1)
 
 
 def test_rows_of_two_runs_in_one_file_hide_none(tmp_path: Path) -> None:

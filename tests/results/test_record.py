@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from fedsim.results.reading import load_plan
 from fedsim.results.record import (
     PLAN,
     Plan,
     append_line,
     drop_torn_line,
     environment,
-    load_plan,
     read_lines,
     write_lines,
 )

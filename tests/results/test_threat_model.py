@@ -7,33 +7,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from answer_rows import trial
 
 from fedsim.contracts.grant import Grant, Meaning
 from fedsim.report.threat import HONEST, ThreatModel, threat_model_of
 from fedsim.results.lines import ResultRow
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 
-ROW: dict[str, Any] = {
-    "scenario": "s",
-    "dataset": "faces",
-    "model": {"name": "lenet", "parameters": {}},
-    "defense": {"name": "none", "stack": []},
-    "attack": {"name": "a", "label": "a"},
-    "vantage": "server",
-    "server": "honest",
-    "knowledge": {},
-    "batch_size": 1,
-    "round": 1,
-    "client": 0,
-    "trial": 0,
-    "seed": 0,
-    "status": "ok",
-}
-
 
 def of(**changes: Any) -> ThreatModel:
     """The threat model of a row with these changes."""
-    return threat_model_of(ResultRow.model_validate({**ROW, **changes}))
+    row = trial(12.0, defense="none") | {"knowledge": {}} | changes
+    return threat_model_of(ResultRow.model_validate(row))
 
 
 @pytest.mark.parametrize("knowledge", [{}, Grant().model_dump(), {"labels": "inferred"}])
