@@ -129,16 +129,6 @@ def test_noise_that_was_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:
-    audited = workload(example(1.0), "poisson")
-    images = audited.dataset.train_labels.clone()
-    first, second = told(audited), told(audited)
-    np.testing.assert_array_equal(first[0], second[0])
-    np.testing.assert_array_equal(first[1], second[1])
-    assert torch.equal(audited.dataset.train_labels, images)
-
-
-@pytest.mark.slow
 def test_a_finished_audit_is_not_lost_and_is_told_where_nothing_is_attacked(
     tmp_path: Path,
 ) -> None:

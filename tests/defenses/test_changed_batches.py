@@ -48,13 +48,6 @@ def test_a_share_of_one_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same(mixed.update, bare.update)
 
 
-def test_a_single_image_is_mixed_with_itself() -> None:
-    images = torch.rand(1, 1, 4, 6, generator=stream())
-    mixed, labels = MixUp().change(images, torch.eye(3)[:1], SPEC, stream())
-    torch.testing.assert_close(mixed, images)
-    torch.testing.assert_close(labels, torch.eye(3)[:1])
-
-
 def test_images_and_labels_have_the_same_mean() -> None:
     # An image that is its own one-hot label: both have to come out alike.
     both = torch.eye(4)

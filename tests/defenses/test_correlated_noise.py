@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.guarantee import Guarantee
-from fedsim.contracts.stack import Stack, chain
+from fedsim.contracts.stack import chain
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.scenario.resolve import resolve
@@ -44,17 +44,6 @@ def _never(*_: object) -> Tensors:
     raise AssertionError("correlated_noise computes gradients of its own")
 
 
-def releases(stack: Stack, count: int, entries: int = 4000) -> list[Tensor]:
-    """What a client with gradients of zero releases in so many rounds of one step."""
-    at, state, found = {"w": torch.zeros(entries, 4)}, {}, []
-    for round in range(count):
-        with stack.memory_of(state) as left:
-            direction = stack.gradient(local_step(still, _never, 4))
-            found.append(direction(at, IMAGES, LABELS, stream(round))["w"].flatten())
-        state = dict(left)
-    return found
-
-
 def test_without_noise_it_is_clipped_sgd() -> None:
     direction = noisy(0.7, 0.0).gradient(local_step(loss, _never, 4))
     plain = DPSGD(norm=0.8, noise_multiplier=0.0).gradient(local_step(loss, _never, 4))
@@ -64,13 +53,6 @@ def test_without_noise_it_is_clipped_sgd() -> None:
             plain(weights(), IMAGES, LABELS, stream(2)),
         )
     assert noisy(0.7, 0.0).guarantee(Guarantee(), DECLARED).mechanism is None
-
-
-def test_each_round_takes_back_its_share_of_the_noise_before() -> None:
-    with_memory, without = releases(chain(noisy(0.6)), 4), releases(chain(noisy(0.0)), 4)
-    for step, found in enumerate(with_memory):
-        expected = without[step] - (0.6 * without[step - 1] if step else 0)
-        torch.testing.assert_close(found, expected)
 
 
 def test_a_client_that_failed_in_between_forgets_nothing_and_leaks_nothing() -> None:

@@ -49,15 +49,6 @@ def test_a_defense_of_strength_zero_is_the_identity_bit_for_bit(neutral: object)
     assert same(run(chain(neutral), update), update)  # type: ignore[arg-type]
 
 
-def test_the_chain_applies_in_written_order() -> None:
-    update = {"a": torch.tensor([3.0, 4.0, 0.1])}
-    clip, prune = Clip(norm=1.0), GradientPruning(ratio=0.67)
-    clip_first = run(chain(clip, prune), update)["a"]
-    prune_first = run(chain(prune, clip), update)["a"]
-    assert float(clip_first[1]) == pytest.approx(4 / math.sqrt(25.01), rel=1e-5)
-    assert float(prune_first[1]) == pytest.approx(1.0, rel=1e-5)
-
-
 def test_the_chain_is_the_composition_of_its_members() -> None:
     update = mixed_update()
     members = (Clip(norm=0.5), GaussianNoise(std=0.1), Quantization(bits=6), TopK(ratio=0.3))

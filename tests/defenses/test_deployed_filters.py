@@ -13,7 +13,7 @@ from torch import Tensor
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import Stack, chain
 from fedsim.privacy.ledger import Entry, claim
-from fedsim.testing.cases import example_training, mixed_update, stream
+from fedsim.testing.cases import example_training, stream
 from fedsim.types import PrivacyClaim
 from fedsim_defenses import svt_privacy
 from fedsim_defenses.clip import Clip
@@ -162,16 +162,6 @@ def test_local_dp_mod_states_what_follows_from_its_noise() -> None:
 def test_local_dp_mod_claims_nothing_of_a_single_number() -> None:
     mod = LocalDpMod(clipping_norm=1.0, sensitivity=1.0, epsilon=1.0, delta=1e-5)
     assert math.isinf(claimed(mod, weights={**WEIGHTS, "scale": torch.zeros(())}).epsilon)
-
-
-def test_flower_clips_and_scales_its_noise_alike() -> None:
-    common = pytest.importorskip("flwr.supercore.differential_privacy")
-    update = {n: t.float() for n, t in mixed_update().items() if t.is_floating_point()}
-    mod = LocalDpMod(clipping_norm=0.5, sensitivity=1e-9, epsilon=1.0, delta=1e-5)
-    theirs = [tensor.numpy().copy() for tensor in update.values()]
-    common.compute_clip_model_update(theirs, [np.zeros_like(each) for each in theirs], 0.5)
-    for found, expected in zip(apply(mod, update).values(), theirs, strict=True):
-        np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
 
 
 def test_soteria_prunes_the_features_with_the_least_slope_over_size() -> None:

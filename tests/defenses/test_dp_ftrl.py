@@ -46,17 +46,6 @@ def test_without_noise_it_is_the_sum_over_those_who_are_asked() -> None:
     assert torch.equal(found, torch.full_like(found, 2 / 4))
 
 
-def test_each_round_takes_back_its_share_of_the_noise_before() -> None:
-    plain, taken = (DPFTRL(noise_multiplier=3.0, correlation=c) for c in (0.0, 0.6))
-    white = [server(plain, round) - 0.5 for round in (1, 2, 3)]
-    found = [server(taken, round) - 0.5 for round in (1, 2, 3)]
-    torch.testing.assert_close(found[0], white[0])
-    for round in (1, 2):
-        torch.testing.assert_close(found[round], white[round] - 0.6 * white[round - 1])
-    # 20,000 draws: the standard error is 0.5%
-    assert float(white[0].std()) == pytest.approx(3.0 * 0.5 / 4, rel=0.025)
-
-
 def scenario(**changes: Any) -> Any:
     base: dict[str, Any] = {
         "name": "tiny",

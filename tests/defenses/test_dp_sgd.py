@@ -149,9 +149,3 @@ def test_what_it_proves(
         releases=releases,
         sampling=sampling,
     )
-
-
-def test_without_noise_it_proves_nothing() -> None:
-    held = DPSGD(norm=3.0, noise_multiplier=0).guarantee(Guarantee(), DECLARED)
-    assert held.mechanism is None
-    assert "noise_multiplier is 0" in held.reason

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.defense import global_norm
-from fedsim.contracts.guarantee import Guarantee, Mechanism
 from fedsim.contracts.stack import chain
 from fedsim.models.local import gradient, loss_function
 from fedsim.models.mlp import MLP
@@ -273,27 +272,9 @@ def test_a_multiplier_without_a_bound_is_refused_with_the_remedy(defenses: tuple
         stack.init({"a": torch.zeros(2)}, DECLARED)
 
 
-def test_what_gaussian_noise_proves() -> None:
-    bounded = Guarantee(sensitivity=4.0)
-    assert GaussianNoise(std=6.0).guarantee(bounded).mechanism == Mechanism(
-        noise_multiplier=1.5, unit="client", relation="zero_out"
-    )
-    assert GaussianNoise(multiplier=1.5).guarantee(bounded) == GaussianNoise(std=6.0).guarantee(
-        bounded
-    )
-    unbounded = GaussianNoise(std=6.0).guarantee(Guarantee())
-    assert unbounded.mechanism is None
-    assert "put clip first" in unbounded.reason
-    assert GaussianNoise(std=0.0).guarantee(bounded) == bounded
-
-
 TWO_IMAGES = LocalTraining(
     algorithm="fedsgd", steps=1, batch_size=2, lr=0.1, momentum=0.0, mode="train"
 )
-
-
-def test_dropout_declares_its_rate_and_nothing_else() -> None:
-    assert Dropout(rate=0.3).training(TWO_IMAGES) == replace(TWO_IMAGES, dropout=0.3)
 
 
 def test_local_aggregation_declares_steps_of_fedavg() -> None:

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from fedsim.models.kan import KAN
-
-
-def stream(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from fedsim.testing.cases import stream
 
 
 @pytest.fixture(scope="module")

@@ -175,19 +175,6 @@ def test_what_cannot_work_is_refused(
         scenario(local, **training)
 
 
-def test_two_hundred_epochs_of_the_paper_can_be_written() -> None:
-    """Liu et al., Appendix D: rate 0.1, momentum 0.9, divided by 10 every 50 of 200 epochs."""
-    local = {
-        "lr": 0.1,
-        "momentum": 0.9,
-        "schedule": {"name": "step", "every": 50, "factor": 0.1},
-        "steps": 781,
-        "batch_size": 64,
-    }
-    training = resolve({**_QUICK, "training": {"rounds": 200, "local": local}}).training
-    assert training.local.lr * rate_factor(training, 200) == pytest.approx(1e-4)
-
-
 @pytest.mark.parametrize("rule", [StepRule(optimizer="adam"), StepRule(weight_decay=0.5)])
 def test_nothing_is_certain_of_an_update_that_is_no_sum_of_gradients(rule: StepRule) -> None:
     images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))

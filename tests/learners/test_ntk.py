@@ -13,12 +13,9 @@ from torch import Tensor
 
 from fedsim.learners import ntk
 from fedsim.privacy.mechanisms import kernel_distance, wishart
+from fedsim.testing.cases import stream
 from fedsim_defenses.gaussian_sampling import sampled_covariance, square_root
 from fedsim_defenses.truncated_laplace import truncated_laplace
-
-
-def stream(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def unit_rows(n: int, d: int, seed: int) -> Tensor:
@@ -49,16 +46,6 @@ def test_it_is_the_tangent_kernel_of_the_network() -> None:
     expected = float((slope(x) * slope(z)).sum()) / 4
     value = ntk.kernel(x[None], z[None], weights.detach())
     assert float(value) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("weights", [None, ntk.draw_weights(9, 5, 1.0, stream(3))])
-def test_a_kernel_is_symmetric_positive_and_of_degree_four(weights: Tensor | None) -> None:
-    x, turn = unit_rows(8, 5, 0), unit_rows(8, 5, 1)
-    gram = ntk.kernel(x, x, weights)
-    torch.testing.assert_close(gram, gram.T)
-    assert float(torch.linalg.eigvalsh(gram)[0]) > -1e-12
-    torch.testing.assert_close(ntk.kernel(3 * x, 3 * x, weights), 81 * gram)
-    torch.testing.assert_close(ntk.kernel(-x, turn, weights), ntk.kernel(x, turn, weights))
 
 
 def test_regression_interpolates_without_ridge_and_forgets_the_kernel_with_much() -> None:

@@ -12,22 +12,18 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.contracts.stack import chain
 from fedsim.federation import federate, refusals
 from fedsim.federation.records import RoundRecord
 from fedsim.learners import ntk
 from fedsim.learners.ntk_ensemble import MODEL
 from fedsim.models.base import build, normalize
 from fedsim.privacy.composition.curves import of_mechanisms
-from fedsim.privacy.ledger import Entry, claim
 from fedsim.recording.files import write_tensors
 from fedsim.results.rows import spent
 from fedsim.scenario import Scenario, ScenarioError
 from fedsim.scenario.resolve import resolve
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError
-from fedsim_defenses.clip import Clip
-from fedsim_defenses.gaussian_noise import GaussianNoise
 from fedsim_defenses.gaussian_sampling import GaussianSampling, sampled_covariance, square_root
 from fedsim_defenses.truncated_laplace import TruncatedLaplace, truncated_laplace
 
@@ -179,19 +175,6 @@ def test_features_are_a_frozen_models(tmp_path: Path) -> None:
     assert here.release is not None
     assert here.release.features == rows.shape[1] and here.release.gain == 1.0
     assert not torch.equal(features.of(images), start.computation._features.of(images))  # type: ignore[attr-defined]
-
-
-def test_gaussian_noise_is_calibrated_by_epsilon_and_delta() -> None:
-    """The analytic Gaussian mechanism: the ledger states what was asked, of one release."""
-    here = Workload(scenario(), "none")
-    stack = chain(Clip(norm=0.3), GaussianNoise(epsilon=1.5, delta=1e-4))
-    arguments: dict[str, Any] = {"num_examples": 9, "delta": 1e-4, "release": here.release}
-    once = claim(stack, here.declared, Entry(rounds=1, **arguments))
-    assert once.epsilon == pytest.approx(1.5, rel=1e-9) and once.unit == "client"
-    assert claim(stack, here.declared, Entry(rounds=2, **arguments)).epsilon > 2
-    for wrong in ({"epsilon": 1.0}, {"delta": 0.1}, {"epsilon": 1.0, "delta": 0.1, "std": 1.0}):
-        with pytest.raises(ValueError, match="exactly one of"):
-            GaussianNoise(**wrong)
 
 
 @pytest.mark.parametrize(

@@ -142,18 +142,6 @@ def test_counting_participations_bounds_their_norms() -> None:
         assert exact[0] <= bound <= 0
 
 
-def test_full_participation_is_the_closed_form_at_every_noise() -> None:
-    for noise in (1e-9, 0.02, 0.5, 1e9):
-        for delta in (1e-12, 0.3):
-            exact = float(gaussian.epsilon(noise / math.sqrt(50), delta))
-            for sampling, rate in (("full", 1.0), ("poisson", 1.0), ("fixed_size", 1.0)):
-                keys = {"steps": 50, "sampling": sampling, "sampling_rate": rate}
-                found = calculator.epsilon(
-                    "correlated_gaussian", {**keys, "noise_multiplier": noise}, delta=delta
-                )
-                assert found.epsilon == pytest.approx(exact, rel=1e-6, abs=1e-9) or exact > 1e9
-
-
 @pytest.mark.parametrize("noise", [1e-6, 0.01, slow(0.3), 4.0, 1e6, 1e12])
 @pytest.mark.parametrize("rate", [1e-9, 0.01, slow(1 - 1e-9)])
 def test_poisson_lies_between_a_threshold_and_no_sampling(noise: float, rate: float) -> None:

@@ -95,18 +95,6 @@ def test_all_rounds_are_composed() -> None:
     assert found == sorted(found)
 
 
-@pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
-def test_the_clip_bounds_the_whole_update_whatever_the_training(algorithm: Any) -> None:
-    training = LocalTraining(
-        algorithm=algorithm,
-        steps=1 if algorithm == "fedsgd" else 20,
-        batch_size=4,
-        lr=0.1,
-        momentum=0.9,
-    )
-    assert of(CLIENT_DP, declared=training) == of(CLIENT_DP)
-
-
 def test_released_batch_norm_statistics_are_unprotected() -> None:
     found = of(CLIENT_DP, buffers_released=True)
     assert found.epsilon == math.inf

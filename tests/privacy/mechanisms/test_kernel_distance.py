@@ -11,10 +11,7 @@ from torch import Tensor
 
 from fedsim.learners import ntk
 from fedsim.privacy.mechanisms import kernel_distance
-
-
-def stream(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from fedsim.testing.cases import stream
 
 
 def rows(n: int, d: int, seed: int, length: float) -> Tensor:

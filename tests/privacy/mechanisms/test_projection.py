@@ -93,13 +93,6 @@ def test_at_the_ends_of_the_range() -> None:
     assert (everywhere <= 0).all()
 
 
-def test_it_grows_with_the_leverage_and_the_columns_and_falls_with_epsilon() -> None:
-    p = np.linspace(0.001, 0.999, 60)
-    assert (np.diff(projection.log_delta(p, 10, 1.0)) > 0).all()
-    assert (np.diff(projection.log_delta(0.1, np.arange(1, 200), 1.0)) > 0).all()
-    assert (np.diff(projection.log_delta(0.1, 10, np.linspace(0, 10, 60))) < 0).all()
-
-
 def test_the_inverses_return_to_where_they_came_from() -> None:
     log_delta = np.array([-0.01, -1.0, -12.0, -300.0, -650.0])
     r = np.array([1.0, 30.0, 10_000.0])[:, None]
