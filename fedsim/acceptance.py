@@ -156,11 +156,7 @@ def validate(
 def open_scenario(
     scenario: str | Path | Mapping[str, Any] | Scenario, overrides: Sequence[str]
 ) -> Document | Mapping[str, Any] | Scenario:
-    """Returns the document of a file with `overrides` of its keys; other scenarios as they are.
-
-    Raises:
-        FedsimError: the file cannot be read, or there are overrides and no file.
-    """
+    """Returns the document of a file with `overrides`, which need one; others as they are."""
     if isinstance(scenario, str | Path):
         return open_document(scenario, overrides)
     if overrides:
@@ -187,16 +183,8 @@ def accept(
 ) -> Accepted:
     """Loads a variant's data, checks everything about it (`federation.refusals`), and returns both.
 
-    Args:
-        variant: The scenario, with every default written out.
-        place: Prefix of stages' names (`Accepted.place`).
-        quiet: Whether accountants keep their progress to themselves.
-        out: The folder of the run, of an engine whose clients are elsewhere; without it, they hold
-            what the scenario's own source deals to them.
-        link: Link to the nodes of such an engine.
-
-    Raises:
-        FedsimError: the scenario is refused.
+    Without `out`, the run's folder, clients that are elsewhere hold what the scenario's own source
+    deals to them; `link` leads to their nodes. `quiet` keeps accountants' progress to themselves.
     """
     scenario = variant.scenario
     # A device that is not there is refused before any data are loaded.

@@ -39,11 +39,7 @@ def attack(
     *,
     workers: Workers,
 ) -> None:
-    """Runs and scores every attack by `workers`, in their block, and shows progress on `display`.
-
-    Raises:
-        RunFailed: an attacking process died.
-    """
+    """Runs and scores every attack by `workers`, in their block, and shows progress."""
 
     def on_progress(job: Job, at: Progress) -> None:
         of = f"/{at.total}" if at.total else ""
@@ -59,13 +55,9 @@ def finish(
     *,
     attack_public: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> None:
-    """Adds controls, puts rows in canonical order, draws pictures, and writes the record.
+    """Adds controls, sorts rows by `order`, draws pictures, and writes the record of `facts`.
 
-    Args:
-        folder: Folder of the run.
-        facts: What `record.json` holds beside versions and hardware.
-        order: Sorting key of rows.
-        attack_public: Attacks updates of public images for rows without another client's update.
+    `attack_public` attacks updates of public images for rows without another client's update.
     """
     path = folder / "results.jsonl"
     # A resumed run may have written a row twice: the last one of a key counts.

@@ -364,11 +364,7 @@ class AssessSettings:
 
 @dataclass(frozen=True)
 class AssessmentContext:
-    """Facts that every result of an assessment shares.
-
-    `name` is the title of the report, `model` the class name of the app's model, and `grant` what
-    the attacker was granted.
-    """
+    """Facts that every result of an assessment shares."""
 
     name: str
     model: str
@@ -402,11 +398,7 @@ class AssessmentContext:
 
 
 def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
-    """Returns a line of `rounds.jsonl` for each recorded round, in the order of rounds.
-
-    `stack` names the clients' defenses. `participants` numbers the answers from 0. `train_loss` is
-    the plain mean of the losses that are stated; None if none is, or if it is not finite.
-    """
+    """Returns a line of `rounds.jsonl` for each recorded round, in the order of rounds."""
     found = []
     for round in sorted({each.round for each in exchanges}):
         own = [each for each in exchanges if each.round == round]
@@ -476,13 +468,10 @@ _CALL = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(?P<ca
 
 
 def built_model(named: str) -> nn.Module:
-    """Imports and builds the model that `named` says; a model is returned as it is.
+    """Imports and builds the model that `named` says, or refuses; a model is returned as it is.
 
     `named` is `module:Class` or `module:function(key=value)`, whose values are literals. The
     current folder is put first in `sys.path` and stays there.
-
-    Raises:
-        FedsimError: `named` cannot be imported or built, or builds no model.
     """
     match = _CALL.fullmatch(named.strip())
     if not match:
@@ -520,11 +509,7 @@ def _arguments(call: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
-    """Returns the number of outputs of the model, by a trial on black images of `shape` (C, H, W).
-
-    Raises:
-        FedsimError: the model does not take such images.
-    """
+    """Returns the number of outputs of the model, by a trial on black images of that shape."""
     # Of each module: an app may keep some, such as a frozen batch norm, in another mode.
     modes = [(part, part.training) for part in model.modules()]
     try:

@@ -33,11 +33,9 @@ _UNDEFENDED = "none"
 class AppTraining:
     """Local training and defenses of the app's clients, declared or found.
 
-    `answer` says what clients send: `weights`, a `delta` or a `gradient`. `local` declares their
-    training by the keys batch_size and lr, and perhaps epochs and momentum. None: it is read off
-    what was witnessed. `mode` is that of the model, as of `LocalTraining`. `defenses` are written
-    as in a scenario, name and parameters; they are built at once, and wrong ones raise. `notes`
-    gathers lines for the report, and `stack` names the defenses in it.
+    `local` declares their training by the keys batch_size and lr, and perhaps epochs and momentum;
+    None: it is read off what was witnessed. `defenses` are written as in a scenario, and are built
+    at once. `notes` gathers lines for the report, and `stack` names the defenses in it.
     """
 
     def __init__(
@@ -62,11 +60,7 @@ class AppTraining:
         self.notes = notes
 
     def training(self, each: Picked) -> LocalTraining:
-        """Returns the local training of one attacked client, as attacks are told it.
-
-        Raises:
-            FedsimError: the training is neither declared nor witnessed, or does not fit the images.
-        """
+        """Returns the local training of one attacked client, as attacks are told it, or refuses."""
         said = each.testimony.said
         if self._answer == "gradient":
             return gradient_of(said.images, self._mode)
@@ -266,11 +260,7 @@ def gradient_of(examples: int, mode: Mode) -> LocalTraining:
 
 
 def freeze_unsent(model: nn.Module, exchange: Exchange, prefix: str) -> None:
-    """Freezes the parameters of `model` that clients are not sent: they keep its public values.
-
-    Raises:
-        FedsimError: the app sends names that the model does not have.
-    """
+    """Freezes the parameters of `model` that clients are not sent: they keep its public values."""
     sent = _own_names(exchange.read_broadcast(), model, prefix)
     for name, parameter in model.named_parameters():
         if name not in sent:
@@ -286,18 +276,9 @@ def observe_exchange(
     answer: TappedAnswer,
     prefix: str,
 ) -> Observation:
-    """Returns the observation of one exchange of an undefended client.
+    """Returns the observation of one exchange of an undefended client with this `model`.
 
-    Args:
-        exchange: The server's broadcast and the client's reply, as a tap recorded them.
-        victim: The model, taken apart.
-        model: The model itself, for its parameters' names.
-        training: The client's local training.
-        answer: What the client answered: `weights`, their `delta`, or a `gradient`.
-        prefix: Text that stands before the app's names in the model's own names.
-
-    Raises:
-        FedsimError: the exchange is not of this model.
+    `answer` says what the client sent, and `prefix` stands before the app's names in the model's.
     """
     before = _own_names(exchange.read_broadcast(), model, prefix)
     after = _own_names(exchange.read_reply(), model, prefix)

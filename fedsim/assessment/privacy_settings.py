@@ -135,13 +135,10 @@ def read_privacy(
     strategies: Sequence[DeployedPart] | None,
     left_out: Sequence[str] = (),
 ) -> PrivacySettings:
-    """Returns the privacy settings of a recorded app.
+    """Returns the privacy settings of a recorded app with at least one exchange.
 
-    Args:
-        exchanges: All recorded exchanges, at least one.
-        mods: Message id -> mods of the client that answered, outermost first; None if unknown.
-        strategies: The server's strategies, outermost first; None if unknown.
-        left_out: Lines that say why the tap left messages out.
+    `mods` has, by message id, those of the client that answered, outermost first, and `strategies`
+    the server's; None if unknown. `left_out` has lines that say why the tap left messages out.
     """
     found = _read_defenses(exchanges, mods)
     doubts = [line for line in left_out if line.startswith((TWICE, CHANGED, NO_ROOM))]
@@ -282,13 +279,8 @@ def read_server_noise(
     Flower adds N(0, (z C / n)²) to the mean of n updates clipped to the L2 norm C; a client of
     weight w in that mean has the multiplier z / (n w). With adaptive clipping the noisy count of
     clipped updates, which one client moves by 1, is released as well (Andrew et al., Differentially
-    Private Learning with Adaptive Clipping, NeurIPS 2021).
-
-    Args:
-        strategies: The server's strategies, outermost first.
-        exchanges: All recorded exchanges.
-        mods: Clients' mods, outermost first; None if they are not known.
-        delta: δ of the ε, unless the wrapper's accountant has one.
+    Private Learning with Adaptive Clipping, NeurIPS 2021). `delta` counts unless the wrapper's
+    accountant has one.
     """
     if not strategies or not strategies[0].name.startswith((_FIXED, _ADAPTIVE)):
         return None

@@ -39,15 +39,9 @@ def pick(
 ) -> list[Picked]:
     """Returns the exchanges that are attacked, sorted by round and the client's number.
 
-    Args:
-        exchanges: All recorded exchanges.
-        said: Message id -> what a witness saw of that exchange.
-        rounds: Rounds to attack, or "last" for the last one with truth; those without are passed
-            over.
-        clients: Most clients to attack in each round, by ascending number.
-
-    Raises:
-        FedsimError: no such exchange has truth, or a witness left out images of a chosen one.
+    `said` has, by message id, what a witness saw. `rounds` may be "last" for the last one with
+    truth; others without truth are passed over. Of each round the first `clients` by number are
+    attacked. A FedsimError says where there are none, or a witness left out images of one.
     """
     known = [each for each in exchanges if each.message_id in said]
     if not known:
@@ -100,9 +94,7 @@ class Examples:
     def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
         """Returns pixels in [0, 1] (N, C, H, W) and labels (N,) that a witness saw, on the CPU.
 
-        Raises:
-            FedsimError: a pixel is outside [0, 1], a label is none of the model's classes, or the
-                normalization has another number of channels.
+        A pixel outside [0, 1], a label of no class, and another number of channels are refused.
         """
         images, labels = testimony.images()
         outside = labels[(labels < 0) | (labels >= self.classes)]
@@ -138,10 +130,8 @@ def guesser_of(
 ) -> tuple[scoring.Guesser, bool]:
     """Learns the zero-information guess from what clients that are not `picked` trained on.
 
-    Without such clients it is learned from the victims' own images, and `notes` get a caution.
-
-    Returns:
-        The guesser, and whether other clients were witnessed.
+    Without such clients it is learned from the victims' own images, and `notes` get a caution. Also
+    returns whether there were such clients.
     """
     victims = {each.exchange.node_id for each in picked}
     # One testimony per client, so that its images do not count once for each round.

@@ -128,8 +128,8 @@ def asked_about(
 ) -> Iterator[Observation]:
     """Yields the recordings of a stack, ordered by round, that `attack` is asked about.
 
-    They are all but for attacks that join rounds, which are asked once of each watcher and client,
-    at its last recording; about sources, once of each watcher for all clients.
+    Attacks that join rounds are asked once of each watcher and client, at its last recording; about
+    sources, once of each watcher for all clients. Others are asked about each.
     """
 
     def watcher(seen: Observation) -> tuple[str, int | None]:
@@ -189,15 +189,7 @@ def score_answer(
 ) -> Result:
     """Scores an attack's answer or failure, writes the reconstruction, and returns the result.
 
-    Args:
-        job: The attack and its observation.
-        answer: The attack's answer, or its failure.
-        bound: What theory predicts of the error; None if it speaks of other attacks.
-        setting: What all jobs of a run share.
-        aids: What targets prepared for scores.
-
-    Raises:
-        FedsimError: the recording or its truth cannot be read.
+    `bound` is what theory predicts of the error; None if it speaks of other attacks.
     """
     # No attack is loaded here: it could look for the truth, and its package may be missing.
     observation = load_observation(job.observation, setting.device)

@@ -52,11 +52,7 @@ class Public:
 
     @classmethod
     def of(cls, root: Path | None, granted: Grant) -> Public:
-        """Loads the public data of the run in `root` that are `granted`.
-
-        Raises:
-            FedsimError: granted data are not in the folder, or there is no folder.
-        """
+        """Loads the public data of the run in `root` that are `granted`, and must be there."""
         if granted.public == "none":
             return cls()
         if root is None:
@@ -71,12 +67,9 @@ def hand_over(
 ) -> tuple[Observation, Knowledge]:
     """Returns the observation as the threat model shows it, and what is handed over beside it.
 
-    The client's new batch-norm buffers are withheld below `bn: inferred`. Values from the truth are
-    copied, so that an attack that writes into them changes no score. Candidates, records and
-    earlier rounds are not among the knowledge: `questions` adds them.
-
-    Raises:
-        ValueError: what is granted is not there to be handed over.
+    The client's new batch-norm buffers are withheld below `bn: inferred`. Candidates, records and
+    earlier rounds are not among the knowledge: `questions` adds them. What is granted and not there
+    raises a ValueError.
     """
     if truth is None and (secrets := granted.from_truth()):
         raise ValueError(f"{' and '.join(secrets)} can only be granted with the truth")
@@ -131,11 +124,7 @@ def hand_over_rounds(
 
 
 def hand_over_records(truth: Truth | None, seen: tuple[Observation, ...]) -> SourceRecords | None:
-    """Returns the records whose client is asked for; None where the truth has none.
-
-    `truth` has the records of all clients (`add_sources`), and `seen` what `hand_over_rounds`
-    returns.
-    """
+    """Returns the records whose client is asked for; `truth` is that of `add_sources`."""
     secret = truth.tensors() if truth else {}
     if SOURCE_INPUTS not in secret:
         return None
@@ -188,8 +177,8 @@ def hand_over_row(
         target: The index of the row that the attack is after.
         granted: What the threat model grants.
         asked: Whether the attack says of the row if it took part; else it recovers it.
-        exchanged: Draws the row of the same client, withheld, in whose place a target stands that
-            did not take part; None if none is exchanged.
+        exchanged: Draws the client's row that is withheld where the target did not take part, if
+            any.
     """
     others: tuple[Tensor, ...] = ()
     if granted.rows == "others":
@@ -252,7 +241,7 @@ def questions(
     """Yields the questions to `attack` about `observation`, with the knowledge that is granted.
 
     Images are one question. Rows are a question each: every row that took part or, for an attack
-    that is asked of candidates, every row that could have.
+    that is asked of candidates, every row that could have. An AttackFailed says why there is none.
 
     Args:
         attack: The attack.
@@ -262,11 +251,7 @@ def questions(
         seed: Seed of the attack.
         public: Public data of the observation's run.
         restarts: Number of starting points of each question.
-        seen: Recordings of the same watcher up to this round, for attacks that join rounds. Empty:
-            it saw this one alone.
-
-    Raises:
-        AttackFailed: the attack cannot read such an observation, or rows come without a truth.
+        seen: Recordings of the same watcher up to this round; empty: it saw this one alone.
     """
     if reason := unanswerable(attack, observation, truth):
         raise AttackFailed(reason)
@@ -287,13 +272,10 @@ def questions(
 
 
 def join_solutions(found: Sequence[Solution]) -> Solution:
-    """Joins the answers to all `questions`, in their order, into one.
+    """Joins the answers to all `questions`, in their order and at least one, into one.
 
     Parts that all answers have are concatenated. The loss is the mean of the answers'; iterations
     and seconds are sums, and memory is the largest. All else is that of the first answer.
-
-    Raises:
-        AttackFailed: there are no answers.
     """
     if not found:
         raise AttackFailed("no row took part in this release, so that there is none to recover")

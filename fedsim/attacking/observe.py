@@ -164,10 +164,7 @@ class VictimModel:
             training: Local training that the update came from.
             buffers: New batch-norm buffers by the model's names; None if none were sent.
             state: Weights and statistics that the client started from, where they are not the
-                model's own, by the model's names.
-
-        Raises:
-            FedsimError: something does not fit the model, with what was expected.
+                model's.
         """
         names = self._names
         # Differences of state dicts have zeros for frozen parameters: only a change contradicts
@@ -326,11 +323,8 @@ def own_names(
 
     Names that are the model's own once `prefix` stands before them, or as they are, are taken so.
     Otherwise a prefix that all names share (`module.`, `base_model.model.`) is taken off, or that
-    of a part of the model is put before them. Where no result fits the model's names and shapes,
+    of a part of the model is put before them; several that fit are refused. Where none does,
     `tensors` are returned as they are. `what` names them in messages.
-
-    Raises:
-        FedsimError: several prefixes fit, with different results.
     """
     own = dict(model.state_dict())
     short = {name.replace(".default.", "."): name for name in own}
@@ -380,11 +374,8 @@ def checked_examples(
 ) -> tuple[Tensor, Tensor]:
     """Returns a caller's images and labels of `spec`'s model, as float32 and int64 on the CPU.
 
-    Images must be (`count`, C, H, W) pixels in [0, 1], and labels (`count`,) classes. `where` is
-    text before messages.
-
-    Raises:
-        FedsimError: a shape, a type or a value is another.
+    All but `count` images (C, H, W) with pixels in [0, 1], and their classes, are refused in a
+    message that begins with `where`.
     """
     shape = (count, *spec.input_shape)
     if tuple(images.shape) != shape:

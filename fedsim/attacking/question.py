@@ -34,11 +34,7 @@ class Question:
     """Number of starting points, at least 1."""
 
     def answer(self, progress: Callable[[Progress], None] | None = None) -> Solution:
-        """Runs the attack, with torch's global stream seeded by the question's seed.
-
-        Raises:
-            AttackFailed: `solve` raises it.
-        """
+        """Runs the attack, with torch's global stream seeded by the question's seed."""
         with rng.global_stream(self.seed):
             return solve(
                 self.attack,
@@ -77,11 +73,7 @@ class Surroundings:
 
 
 def pack_questions(questions: Sequence[Question]) -> bytes:
-    """Pickles questions about one observation object, without public images, which workers have.
-
-    Raises:
-        ValueError: there is no question, or they have several observation objects.
-    """
+    """Pickles questions about one observation object, without public images, which workers have."""
     # Unpacking fails unless all questions share one observation object, as the packed form says.
     (observation,) = {id(each.observation): each.observation for each in questions}.values()
     rest = []

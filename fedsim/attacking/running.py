@@ -137,8 +137,7 @@ def run_jobs(
 ) -> None:
     """Runs `jobs` in the processes of `workers`, within their block, and reports as it goes on.
 
-    Raises:
-        RunFailed: a worker died (most likely for want of memory). Finished jobs were reported.
+    If a worker dies, most likely for want of memory, a RunFailed says how to go on.
     """
     if setting.device.startswith("cuda"):
         torch.cuda.empty_cache()  # what this process trained with is the attacks' now

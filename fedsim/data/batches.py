@@ -11,11 +11,7 @@ from fedsim.words import number_of
 
 
 def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """Draws `batch_size` of `indices` uniformly without replacement, in random order.
-
-    Raises:
-        FedsimError: there are fewer than `batch_size` indices.
-    """
+    """Draws `batch_size` of `indices`, which are as many at least, in random order."""
     if batch_size > len(indices):
         raise FedsimError(
             f"a batch of {number_of(batch_size, 'image')} was asked of a client that has "
@@ -46,18 +42,11 @@ def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -
 def of_trial(
     indices: Tensor, batch_size: int, trial: int, trials: int, step: int, rng: torch.Generator
 ) -> Tensor | None:
-    """Returns `batch_size` of `indices` for one step of a trial; None if too few are left.
+    """Returns `batch_size` of `indices` for one `step` of a trial; None if too few are left.
 
     No other trial and no other step draws the same examples. What the first step of a trial draws
-    depends neither on the number of `trials` nor on how many steps there are.
-
-    Args:
-        indices: The examples to draw from, each once.
-        batch_size: Number of examples of a step.
-        trial: Number of the trial, from 0.
-        trials: How many trials there are.
-        step: Number of the step within the trial, from 0.
-        rng: A fresh generator with the same seed in each trial and step, so that the order stays.
+    depends neither on the number of `trials` nor on how many steps there are. `rng` is seeded alike
+    in each trial and step, so that the order stays.
     """
     # Steps are the outer order: in step 0 the slice starts at trial * batch_size, whatever `trials`
     # is.

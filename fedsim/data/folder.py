@@ -46,11 +46,9 @@ class _Labelled:
 def read_labels(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
     """Yields the images that the CSV at `labels` in the folder lists, in its order.
 
-    The columns are `file`, `label`, and optionally `split` and `client`.
-
-    Raises:
-        FedsimError: the CSV or a column is missing, it has no rows, or rows are wrong: no label, or
-            a file that is missing, outside the folder, no image or listed before. Names the lines.
+    The columns are `file`, `label`, and optionally `split` and `client`. Rows are refused by their
+    lines without a label, or with a file that is missing, outside the folder, no image or listed
+    before.
     """
     name = tree.name(labels)
     reader = csv.DictReader(io.StringIO(tree.text(labels)), strict=True)
@@ -162,12 +160,7 @@ class ImageFolder(DataSource):
         return self
 
     def load(self) -> Dataset:
-        """Reads both splits.
-
-        Raises:
-            FedsimError: there is no such folder, a split is empty, a file is damaged, sizes differ,
-                a row of `labels` is wrong, or all images together exceed 8 GiB.
-        """
+        """Reads both splits; refuses empty or damaged ones, of several sizes, or over 8 GiB."""
         with open_tree(from_home(self.path)) as tree:
             found = self._find_images(tree)
             kept = {split: self._apply_limit(items) for split, items in found.items()}

@@ -33,17 +33,8 @@ def partition(
     in proportions drawn from Dir(alpha) (Hsu, Qi and Brown 2019). `shards`: the set is sorted by
     class and cut into clients x shards_per_client equal shards, dealt at random (McMahan et al.
     2017). `natural`: the source knows whose each image is. `file`: a CSV file with columns
-    `index,client`, or a JSON list of each image's client.
-
-    Args:
-        dataset: its training split is divided.
-        config: names one of the above, with its parameter, as `fedsim.scenario` checks it.
-        clients: number of parts.
-        seed: decides every random draw; the same seed gives the same parts.
-        min_images: least number of images of a client.
-
-    Raises:
-        FedsimError: no such division exists or was found, with the remedy.
+    `index,client`, or a JSON list of each image's client. Each client has at least `min_images`; a
+    division that does not exist, or was not found, is refused with the remedy.
     """
     count = len(dataset.train_labels)
     if clients * min_images > count:

@@ -131,7 +131,7 @@ class TableSource(DataSource):
         private_statistics: tuple[str, ...] | None = None,
         split_by_row: bool = False,
     ) -> Table:
-        """Builds the table of raw features and a scaled target.
+        """Builds the table of raw features and a scaled target; refuses too few rows for a test.
 
         Args:
             name: name of the source.
@@ -141,9 +141,6 @@ class TableSource(DataSource):
             client_of: (n,) each row's client, counted from 0; None if the source does not know.
             private_statistics: see `Table`; empty if neither ranges nor classes follow from rows.
             split_by_row: whether a row's split follows from that row alone.
-
-        Raises:
-            FedsimError: there are too few rows to leave any for the test.
         """
         entries: dict[str, Tensor] = {}
         for i, column in enumerate(columns):
@@ -244,12 +241,7 @@ class TableFile(TableSource):
         return self
 
     def load(self) -> Table:
-        """Reads the table.
-
-        Raises:
-            FedsimError: the file cannot be read, a column is missing, or a value is not what the
-                schema says; with the line and the column.
-        """
+        """Reads the table; refuses by line and column a value that is not what the schema says."""
         features, target, owners = [], [], []
         row: dict[str, str] = {}
         for line, row in self._lines():

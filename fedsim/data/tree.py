@@ -122,11 +122,7 @@ class Tree(ABC):
 
     @final
     def text(self, path: Parts) -> str:
-        """Reads a text file in UTF-8.
-
-        Raises:
-            FedsimError: the file is missing, too large, or no text.
-        """
+        """Reads a text file in UTF-8; refuses one that is missing, too large, or no text."""
         name = self.name(path)
         if not self.has(path):
             raise FedsimError(f"{name}: there is no such file: correct `labels`")
@@ -146,11 +142,8 @@ class Tree(ABC):
         """Decodes an image, upright as EXIF says and laid over white, to Pillow mode `L` or `RGB`.
 
         `bits` is the number of bits that a 16-bit picture uses per channel. Without it, 16-bit
-        pictures are refused if they are grey, or if they would be nearly black.
-
-        Raises:
-            UnreadableError: the file is empty, too large, damaged, or its number of bits is not
-                known. The message names the file.
+        pictures are refused if they are grey, or if they would be nearly black. An UnreadableError
+        names a file that is empty, too large, damaged, or of unknown bits.
         """
         from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -314,11 +307,7 @@ def _format(path: Parts) -> str | None:
 
 @contextmanager
 def open_tree(root: Path) -> Iterator[Tree]:
-    """Opens the tree at `root`, a directory or a zip archive, for the `with` block alone.
-
-    Raises:
-        FedsimError: `root` is neither a directory nor an archive that can be read.
-    """
+    """Opens the tree at `root`, a directory or a zip archive, for the `with` block, or refuses."""
     if root.is_dir():
         yield DirectoryTree(root)
         return

@@ -26,11 +26,7 @@ class VisionSource(DataSource):
 
     @final
     def load(self) -> Dataset:
-        """Loads both splits, in the published order.
-
-        Raises:
-            FedsimError: the set is not in `root`, or cannot be fetched.
-        """
+        """Loads both splits, in the published order; refuses where they are not there."""
         train, test = self._split(True), self._split(False)
         return Dataset(
             name=self.title,

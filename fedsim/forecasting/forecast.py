@@ -39,11 +39,7 @@ _FACTOR, _MARGIN = 2.0, 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The expected gain of attacks on one kind of update, where the formula tells it.
-
-    `stack` is the name of the stack of defenses, and `first_attack` the name of the attack to run
-    first.
-    """
+    """The expected gain of attacks on one kind of update, where the formula tells it."""
 
     stack: str
     rounds: tuple[int, ...]
@@ -157,11 +153,7 @@ def format_gain(gain: float) -> tuple[str, str]:
 
 
 def forecast(plan: UpdatePlan) -> Forecast:
-    """Forecasts `plan` from a few gradients of stand-in images.
-
-    Raises:
-        FedsimError: the model cannot compute such a batch, or its weights are no numbers.
-    """
+    """Forecasts `plan` from a few gradients of stand-in images; its weights have to be numbers."""
     for each in plan.observations:
         for name, weights in each.parameters.items():
             if not torch.isfinite(weights).all():
@@ -222,10 +214,7 @@ _NO_IMAGES = "of an attack that recovers features or labels and no image, none i
 
 
 def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
-    """Returns `forecasts`, at least one, as text: gains, indicators of the worst, and a verdict.
-
-    Lines have at most `width` characters.
-    """
+    """Returns `forecasts`, at least one, as text: gains, indicators of the worst, and a verdict."""
     worst = max(forecasts, key=lambda each: each.estimate.gain)
     lines = [f"{'defense':16} {'B':>3} {'images':>6}  {'attackable':10} {'gain dB':>18}  first"]
     for each in forecasts:

@@ -100,9 +100,8 @@ def disturbance(
 ) -> Disturbance:
     """Returns what the stack does to the update of these images, as `UpdateMap` orders them.
 
-    `images` (N, C, H, W) are normalized float64. Where noise is all that is added, its deviation is
-    the declared one and none is drawn. Larger noise is then never a smaller disturbance. Everything
-    else is computed as a client would.
+    Where noise is all that is added, its deviation is the declared one and none is drawn, so that
+    larger noise is never a smaller disturbance. Everything else is computed as a client would.
     """
     effect, clients = observation.effect, observation.num_clients
     altered = _is_altered(effect)
@@ -146,10 +145,7 @@ def _project_scale(seen: Tensor, computed: Tensor, std: float) -> float:
 
 
 def noise_std(noise: tuple[Noise, ...], training: LocalTraining, clients: int) -> float:
-    """Returns the standard deviation of all `noise` in one entry of the mean update of `clients`.
-
-    `training` is each client's local training after the stack's training defenses.
-    """
+    """Returns the standard deviation of all `noise` in an entry of the clients' mean update."""
     single = training.algorithm == "fedsgd"
     # Variances add up: steps by their squared factors, while
     # the mean of n clients divides them by n.
@@ -230,14 +226,9 @@ class UpdateMap:
         training: LocalTraining,
         clients: int,
     ) -> None:
-        """Prepares the function, for which `model` is set to float64.
+        """Prepares the function of `clients` that start from `parameters` and `buffers`.
 
-        Args:
-            model: Any weights of its own.
-            parameters: Weights that the clients start from.
-            buffers: Buffers that the clients start from.
-            training: Local training of each client.
-            clients: Number of clients in the observed mean; each has its share of the images.
+        `model` may have any weights of its own, and is set to float64.
         """
         self._parameters = {n: t.detach().double() for n, t in parameters.items()}
         state = {n: t.double() if t.is_floating_point() else t for n, t in buffers.items()}
@@ -271,10 +262,7 @@ class UpdateMap:
         return flat(self.tensors(images, labels), self.names)
 
     def pull_back(self, images: Tensor, labels: Tensor, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns J'v, shaped like `images`, for each v (m,) of `vectors`.
-
-        J is the derivative of the update by the images, at `images`.
-        """
+        """Returns J'v, shaped like `images`, for each v (m,) of `vectors`."""
         at = images.detach().requires_grad_()
         update = flat(self.tensors(at, labels, differentiable=True), self.names)
         return [
@@ -304,14 +292,8 @@ def spectrum(
     """Returns eigenvalues of J'J with the shares of the direction `start` in them, by Lanczos.
 
     Weighted sums of a smooth function over these few are close to those over all eigenvalues (Golub
-    and Meurant, Matrices, Moments and Quadrature, 2010).
-
-    Args:
-        update_map: Map from images to the update.
-        images: (N, C, H, W), normalized, at which the derivative J is taken.
-        labels: (N,) classes of the images.
-        start: The direction, shaped like the images.
-        short: Length of the way from truth to guess; difference quotients step a part of that.
+    and Meurant, Matrices, Moments and Quadrature, 2010). J is taken at normalized `images` (N, C,
+    H, W). Difference quotients step a part of `short`, the length of the way from truth to guess.
     """
     short = _STEP * short
     square = float(start.square().sum())
@@ -361,15 +343,8 @@ def slope_share(
 
     U is the update map, p = images + distance * way, r = U(p) - U(images), and J the derivative of
     U at p. The share is <J'(r - error), distance * way> / |r|²; 0 if r is 0. It is 1 where U is
-    linear and the update exact.
-
-    Args:
-        update_map: Map from images to the update.
-        images: (N, C, H, W), normalized: the truth.
-        labels: (N,) classes of the images.
-        way: The guess less the truth, shaped like the images.
-        error: (m,) error in the observed update; None if there is none.
-        distance: Distance from the truth, in units of the way.
+    linear and the update exact. `way` is the guess less the truth, and `error` (m,) that of the
+    observed update; None if there is none.
     """
     at = images + distance * way
     residual = update_map(at, labels) - update_map(images, labels)

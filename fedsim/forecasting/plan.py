@@ -131,11 +131,7 @@ _MOST_STAND_INS = 1024
 
 
 def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[UpdatePlan]:
-    """Returns a plan for each defense stack and batch size, at the weights before any training.
-
-    Raises:
-        FedsimError: the scenario is refused, declares a sweep, or trains no network.
-    """
+    """Returns a plan for each defense stack and batch size, at the weights before any training."""
     scenario = _only(open_document(path, overrides), path)
     dataset = load_dataset(scenario)
     images = _stand_ins(dataset)
@@ -177,11 +173,7 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
 
 
 def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
-    """Returns a plan for each defense stack and batch size of a run, at weights that it recorded.
-
-    Raises:
-        FedsimError: the folder holds no run, or no recording that a server made of a network.
-    """
+    """Returns a plan for each defense stack and batch size of a run, at recorded weights."""
     root = Path(folder)
     if not (root / "scenario.yaml").is_file():
         raise FedsimError(

@@ -112,9 +112,6 @@ def preflight_file(
     """Forecasts every stack and batch size of a scenario file, or of the folder of a run.
 
     `tell` is called before each forecast with the numbers done and of all.
-
-    Raises:
-        FedsimError: `origin` is neither, or the scenario is refused or trains no network on images.
     """
     path = Path(origin)
     if path.is_dir():

@@ -1,7 +1,6 @@
 """Runs work behind its caller: one thread at a time, in order of arrival, bounded in memory.
 
-It takes work that an app's round need not wait for. The interpreter ends only once all of it is
-done; a kill loses what waits.
+The interpreter ends only once all of it is done; a kill loses what waits.
 """
 
 from __future__ import annotations

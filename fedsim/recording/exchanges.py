@@ -5,11 +5,11 @@
     OUT/run-7/round-0001/node-42.safetensors             what node 42 answered, by the app's names
     OUT/run-7/round-0001/node-42.json                    its metrics, and checksums of both
 
-It holds no model and no hyper-parameter: `fedsim assess` is told these, and makes observations of
-it. Every name of a file is a number or a digest; no text of a message is part of a path.
+It holds no model and no hyper-parameter: `fedsim assess` is told these. Every name of a file is a
+number or a digest; no text of a message is part of a path.
 
-Files are written whole or not at all, the JSON after what it has checksums of, and nobody waits for
-the disk: after a crash of the machine, reading refuses what does not match its checksum.
+Files are written whole or not at all, and nobody waits for the disk: what a crash has torn does not
+match its checksum. Functions that read raise a FedsimError where a file is missing or damaged.
 """
 
 from __future__ import annotations
@@ -77,12 +77,7 @@ class Exchange(BaseModel):
     """File that this exchange was read from."""
 
     def read_broadcast(self) -> Tensors:
-        """Returns the tensors that the server sent, by the app's names.
-
-        Raises:
-            FedsimError: The file is missing or damaged.
-            OSError: The file may not be read.
-        """
+        """Returns the tensors that the server sent, by the app's names."""
         return _read_verified(self.path.parent / _broadcast_name(self.broadcast), self.broadcast)
 
     def read_reply(self) -> Tensors:
@@ -90,10 +85,7 @@ class Exchange(BaseModel):
         return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
     def number(self, key: str) -> float | None:
-        """Returns the first number called `key` in a record of the metrics; None if there is none.
-
-        Numbers beyond 1e100 are passed over, since a client may state anything.
-        """
+        """Returns the first number called `key` in a record of the metrics, up to 1e100."""
         for record in self.metrics.values():
             value = record.get(key)
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -108,10 +100,9 @@ class Exchange(BaseModel):
 
 
 class Recorder:
-    """Writes the exchanges of one run as they come, and keeps none of them in memory.
+    """Writes the exchanges of one run as they come, one thread at a time, and keeps none in memory.
 
-    One thread at a time may call it. Methods that save do not look at rounds or nodes: the caller
-    asks `wants` before.
+    Methods that save do not look at rounds or nodes: the caller asks `wants` before.
     """
 
     def __init__(
@@ -146,10 +137,7 @@ class Recorder:
         self._parts = _noted_parts(self.folder / _TAP)
 
     def wants(self, round: int, node_id: int) -> bool:
-        """Returns whether to record an answer of this node in this round, and notes the node.
-
-        The nodes that come first are noted, as many as the recorder takes.
-        """
+        """Returns whether to record this answer, and notes the node if it is among the first."""
         # Asked first, so that nodes of other rounds take none of the places.
         if self._rounds is not None and round not in self._rounds:
             return False
@@ -166,10 +154,8 @@ class Recorder:
     def save_broadcast(self, round: int, arrays: Arrays) -> str | None:
         """Writes the tensors sent in `round` unless they are there; returns their digest.
 
-        If there is no room, the result is None, and one more is counted as left out.
-
-        Raises:
-            FedsimError: An array cannot be written as safetensors (`streaming.pieces`).
+        Without room the result is None, and one more is counted as left out. Arrays that
+        `streaming.pieces` refuses raise its FedsimError, here and in `save_reply`.
         """
         digest = streaming.digest_of(arrays)
         path = self._round(round) / _broadcast_name(digest)
@@ -196,11 +182,8 @@ class Recorder:
             node_id: Node that answered.
             message_id: Id of the order that is answered, by which a client's truth is found.
             broadcast: Digest that `save_broadcast` returned for that order.
-            config: Settings in the order: name of a record -> key -> value.
-            metrics: Metrics in the answer, likewise.
-
-        Raises:
-            FedsimError: An array cannot be written as safetensors (`streaming.pieces`).
+            config: Settings in the order.
+            metrics: Metrics in the answer.
         """
         base = self._round(round) / f"node-{node_id}"
         # The JSON is written last: where it is, the whole answer is.
@@ -285,11 +268,7 @@ class Recorder:
 
 
 def read_exchanges(folder: Path) -> list[Exchange]:
-    """Reads what a tap recorded of the run in `folder`, without tensors, by round and node.
-
-    Raises:
-        FedsimError: There is no exchange, or a file is damaged.
-    """
+    """Reads what a tap recorded of the run in `folder`, at least one, by round and node."""
     behind.finish()  # a tap of this very process may still be writing
     found = []
     for path in sorted(folder.glob("round-*/node-*.json")):
@@ -325,12 +304,9 @@ def digest_of(exchanges: Sequence[Exchange]) -> str:
 
 
 def run_folder(out: Path, run: int | None = None) -> Path:
-    """Returns the folder of the run of number `run` in `out`.
+    """Returns the folder of the run of number `run` in `out`; refuses where there is none.
 
     If `run` is None, it is `out` itself if that is a run's folder, else the run changed last.
-
-    Raises:
-        FedsimError: No such run is recorded there.
     """
     behind.finish()
     if _RUN.fullmatch(out.name) and run is None and out.is_dir():
@@ -348,11 +324,7 @@ def run_folder(out: Path, run: int | None = None) -> Path:
 
 
 def left_out(folder: Path) -> list[str]:
-    """Returns a line, with the number of messages, for each reason for which a tap left some out.
-
-    Raises:
-        FedsimError: The tap's file is missing or damaged.
-    """
+    """Returns a line, with their number, for each reason why a tap left messages out."""
     behind.finish()
     path = folder / _TAP
     try:
@@ -363,11 +335,7 @@ def left_out(folder: Path) -> list[str]:
 
 
 def read_parts(folder: Path, kind: PartKind) -> list[DeployedPart] | None:
-    """Returns what the app in the run's `folder` consists of, outermost first; None if not known.
-
-    Raises:
-        FedsimError: The tap's file is missing or damaged.
-    """
+    """Returns what the app in the run's `folder` consists of, outermost first, if known."""
     behind.finish()
     return _parts_in(folder / _TAP, kind)
 
@@ -460,10 +428,7 @@ def describe_part(live: Any, extra: Mapping[str, Any] | None = None) -> Deployed
 
 
 def plain_value(value: object) -> bool | int | float | str | None:
-    """Returns a number, truth value or text as JSON can hold it; None for anything else.
-
-    Texts are cut to 200 characters (`LONGEST`). Infinite numbers and NaN become texts.
-    """
+    """Returns a number, truth value or text (of 200 characters) as JSON can hold it, or None."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, bool | int | float):

@@ -1,8 +1,8 @@
 """Reads and writes observations on disk: safetensors for tensors, JSON for the rest.
 
 Everything is written whole or not at all (temporary file, fsync, rename), so that a kill or a full
-disk never leaves half a recording. Nothing here needs Flower: a recording made on one machine is
-attacked on another.
+disk never leaves half a recording. What is missing, damaged or no recording is refused when it is
+read, by a FedsimError; so is an id that is none, since it would be a path.
 
     ROOT/observations/<stack>/round-0001/global.safetensors        what the server had sent
     ROOT/observations/<stack>/round-0001/client-0000-b4-t0.*       one update: .safetensors, .json
@@ -104,28 +104,14 @@ def observation_id(
 
     The word before the number of the client (-1: the aggregate) says what `watcher` saw:
     `participant-0000-training` is what client 0 saw of others, `wire-0000-b4-t0` what crossed the
-    wire from it.
-
-    Args:
-        stack: Name of the stack.
-        round: Number of the round, from 1.
-        client: Number of the client, or -1.
-        suffix: The last part: `training`, or batch size and trial of a probe, such as `b4-t0`.
-        watcher: Who saw the update.
-
-    Raises:
-        FedsimError: A part is not allowed in an id, since it would be a path.
+    wire from it. `suffix` is `training`, or batch size and trial of a probe, such as `b4-t0`.
     """
     who = "aggregate" if client < 0 else f"{_KIND[watcher]}-{client:04d}"
     return checked_id(f"{stack}/round-{round:04d}/{who}-{suffix}")
 
 
 def path_of(root: Path, id: str) -> Path:
-    """Returns the path of the JSON file of the observation `id` of the run in `root`.
-
-    Raises:
-        FedsimError: `id` is not the id of an observation.
-    """
+    """Returns the path of the JSON file of the observation `id` of the run in `root`."""
     return root / "observations" / f"{checked_id(id)}.json"
 
 
@@ -157,11 +143,7 @@ def save_observation(observation: Observation, root: Path) -> Path:
 
 
 def load_observation(path: Path, device: str | torch.device = "cpu") -> Observation:
-    """Reads a recording by the path of its `.json` or `.safetensors` file.
-
-    Raises:
-        FedsimError: The recording is missing or damaged, or the file is no recording.
-    """
+    """Reads a recording by the path of its `.json` or `.safetensors` file."""
     if not path.name:
         raise FedsimError(
             f"{path}: no such recording; expected a .json file below a run's observations/"
@@ -199,10 +181,7 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
 
 
 def save_public(images: Tensor, root: Path, labels: Tensor | None = None) -> None:
-    """Writes the images (P, C, H, W), uint8, that the threat model grants every attack.
-
-    They may be rows (P, D), float32, of a table. `labels` (P,) int64 are their classes.
-    """
+    """Writes the run's public images (P, C, H, W), uint8, or rows (P, D), float32."""
     write_tensors(
         root / _PUBLIC, {"images": images} | ({} if labels is None else {"labels": labels})
     )
@@ -210,12 +189,9 @@ def save_public(images: Tensor, root: Path, labels: Tensor | None = None) -> Non
 
 @lru_cache(maxsize=1)
 def load_public(root: Path) -> Tensor:
-    """Reads the public images (P, C, H, W), uint8, or rows (P, D), float32, of the run in `root`.
+    """Reads the run's public images (P, C, H, W), uint8, or rows (P, D), float32.
 
     The tensor is kept for the next call, so that it must not be changed.
-
-    Raises:
-        FedsimError: None were recorded, or they cannot be read.
     """
     path = root / _PUBLIC
     if not path.exists():
@@ -230,11 +206,7 @@ def load_public(root: Path) -> Tensor:
 
 
 def load_public_labels(root: Path) -> Tensor | None:
-    """Reads the classes (P,) int64 of the public images of the run in `root`; None if not recorded.
-
-    Raises:
-        FedsimError: The file cannot be read, or its labels are not one for each image.
-    """
+    """Reads the classes (P,) int64 of the run's public images; None if not recorded."""
     images, labels = load_public(root), read_tensors(root / _PUBLIC).get("labels")
     if labels is not None and (labels.dtype != torch.int64 or labels.shape != images.shape[:1]):
         raise FedsimError(f"{root / _PUBLIC}: not a label of each public image; run it again")
@@ -242,14 +214,10 @@ def load_public_labels(root: Path) -> Tensor | None:
 
 
 def load_beside(path: Path, attacked: Observation) -> tuple[Observation, ...]:
-    """Reads what the watcher of a recording of training saw up to its round, ordered by round.
+    """Reads what the watcher of a recording of training saw up to its round, by round and client.
 
-    The attacked recording, at `path`, is the last of its client. Of a round, clients are in
-    ascending order. All tensors are on the CPU; weights that several recordings start from are held
-    once.
-
-    Raises:
-        FedsimError: A recording cannot be read.
+    The attacked recording, at `path`, is the last of its client. All tensors are on the CPU;
+    weights that several recordings start from are held once.
     """
     seen: list[Observation] = []
     for other in paths_beside(path, attacked):
@@ -309,11 +277,7 @@ def serialize(tensors: Tensors) -> bytes:
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Returns the tensors in a safetensors file, by name, on `device`.
-
-    Raises:
-        FedsimError: The file is missing or damaged.
-    """
+    """Returns the tensors in a safetensors file, by name, on `device`."""
     try:
         whole = paths.regular(path, memory.limit())
         with safe_open(whole, framework="pt", device=str(device)) as file:
@@ -328,19 +292,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` as JSON, whole or not at all.
-
-    Raises:
-        ValueError: `value` holds NaN or infinity.
-    """
+    """Writes `value` as JSON, whole or not at all; NaN and infinity raise a ValueError."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def copy_file(path: Path, source: Path, target: Path) -> None:
     """Copies `path` from below `source` to the same place below `target`, for its owner alone.
 
-    Raises:
-        FedsimError: A link is on the way to it, or it is no regular file that fits into memory.
+    Links on the way to it are refused, and what is no regular file that fits into memory.
     """
     place = path.relative_to(source)
     content = paths.content(paths.refuse_links(path, source), memory.limit())
@@ -366,8 +325,8 @@ def write_pieces(
         path: Path of the file, whose folder is made.
         pieces: Pieces of the content.
         private: Whether the file's owner alone can read it.
-        durable: Whether the file is on the disk when this returns. If not, a crash of the machine
-            may leave a torn file, which only a checksum tells.
+        durable: Whether the file is on the disk when this returns; else a crash may leave a torn
+            file.
         cached: Whether the file is read again soon. If not, it is kept out of the page cache.
     """
     with naming(path):
@@ -443,11 +402,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -
 
 
 def checked_id(id: str) -> str:
-    """Returns `id`, which is then safe as a path.
-
-    Raises:
-        FedsimError: `id` is not the id of an observation.
-    """
+    """Returns `id`, which is then safe as a path."""
     if not _ID.fullmatch(id) or ".." in id:
         raise FedsimError(f"{id!r} is not the id of an observation")
     return id

@@ -20,8 +20,7 @@ def inconsistencies(
 ) -> Iterator[str]:
     """Yields a text for each fault by which a recording would fail or mislead attacks.
 
-    Such a fault may also fill the memory. `parameters` and `buffers` are the names that the
-    recording lists.
+    `parameters` and `buffers` are the names that the recording lists.
     """
     training = seen.training
     if not 1 <= training.steps <= MOST_STEPS:

@@ -46,9 +46,8 @@ Piece = bytes | memoryview
 def pieces(arrays: Arrays) -> Iterator[Piece]:
     """Yields the bytes of a safetensors file of contiguous `arrays`, piece by piece.
 
-    Raises:
-        FedsimError: An array is of a type that such files do not hold, or is called `__metadata__`;
-            or the names are too long together.
+    A FedsimError refuses, here and in all that write, an array of a type that such files do not
+    hold, one called `__metadata__`, and names that are too long together.
     """
     names, header = _header(arrays)
     yield header
@@ -86,11 +85,7 @@ def _header(arrays: Arrays) -> tuple[list[str], bytes]:
 
 
 def digest_of(arrays: Arrays) -> str:
-    """Returns the digest of the file that `write` makes: XXH3-128, in hexadecimal.
-
-    Raises:
-        FedsimError: See `pieces`.
-    """
+    """Returns the digest of the file that `write` makes: XXH3-128, in hexadecimal."""
     digest = xxhash.xxh3_128()
     for piece in pieces(arrays):
         digest.update(piece)
@@ -98,12 +93,7 @@ def digest_of(arrays: Arrays) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """Returns the XXH3-128 digest of a file, in hexadecimal.
-
-    Raises:
-        FedsimError: The file is no regular file, or has more than a TiB.
-        OSError: The file is missing, or may not be read.
-    """
+    """Returns the XXH3-128 digest of a regular file of at most a TiB, in hexadecimal."""
     digest = xxhash.xxh3_128()
     with paths.open_regular(path, paths.ARCHIVE) as file:
         while piece := file.read(_PIECE):
@@ -112,11 +102,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def size_of(arrays: Arrays) -> int:
-    """Returns the size in bytes of the file that `write` makes.
-
-    Raises:
-        FedsimError: See `pieces`.
-    """
+    """Returns the size in bytes of the file that `write` makes."""
     return len(_header(arrays)[1]) + sum(array.nbytes for array in arrays.values())
 
 
@@ -125,9 +111,6 @@ def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
 
     It does not wait for the disk: after a crash of the machine only the digest tells a torn file.
     `digest` is that of `digest_of`, where it is known.
-
-    Raises:
-        FedsimError: See `pieces`.
     """
     cached = size_of(arrays) < _LARGE
     if digest is not None:

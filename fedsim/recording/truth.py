@@ -82,8 +82,7 @@ def forget_truth(root: Path, id: str, client: int) -> None:
 def owner(root: Path) -> int | None:
     """Returns the number of the one client whose truth lies below `root`; None if there is none.
 
-    Raises:
-        FedsimError: Truth of several clients is there, or of one in the place of another.
+    Truth of several clients is refused, and of one in the place of another.
     """
     numbers: set[str] = set()
     for path in _files(root):
@@ -102,9 +101,7 @@ def owner(root: Path) -> int | None:
 def copy(source: Path, target: Path) -> int:
     """Copies all truth below `source` to below `target`; returns the number of files.
 
-    Raises:
-        FedsimError: A file is a link to elsewhere, or one of other content is there already.
-            Nothing is copied.
+    Nothing is copied where a file is a link, or differs from one that is there: it is refused.
     """
     found = [paths.refuse_links(path, source) for path in _files(source)]
     for path in found:
@@ -140,12 +137,11 @@ def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
 def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
     """Reads the truth of all clients of the observation `id`, joined in the order of the clients.
 
-    `clients` is the number of clients that must have left truth; None: any. Local losses are
-    averaged, and tensors that a client lacks are left out. Of rows, `clients` of the result counts
-    the clients that left truth from 0.
+    Local losses are averaged, and tensors that a client lacks are left out. Of rows, `clients` of
+    the result counts the clients that left truth from 0.
 
     Raises:
-        IncompleteTruth: The number of clients that left truth is not `clients`.
+        IncompleteTruth: The number of clients that left truth is not `clients`, if that is given.
         FedsimError: There is no truth, or it cannot be read.
     """
     folder = _folder(root, id)

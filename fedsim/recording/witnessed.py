@@ -4,7 +4,7 @@
     OUT/run-7/round-0001/node-42-<digest>.json           whose, of which message, and how it trained
     OUT/run-7/round-0001/unseen-42-<digest>.json         why there is neither, where it trained
 
-Neither a tap nor an attack imports this. Every name of a file is a number or a digest.
+Neither a tap nor an attack imports this. A damaged file is refused by a FedsimError.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ from fedsim.words import printable
 
 
 class Witnessed(BaseModel):
-    """Describes how one client trained on one order: the JSON beside its images.
-
-    `optimizer` is the name of its class; None if nothing was stepped. `label_smoothing` and
-    `class_weights` are those of the cross-entropy.
-    """
+    """Describes how one client trained on one order: the JSON beside its images."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -83,16 +79,12 @@ class Testimony:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape (C, H, W) of an image; raises as `images` does."""
+        """Shape (C, H, W) of an image."""
         channels, height, width = self.images()[0].shape[1:]
         return channels, height, width
 
     def images(self) -> tuple[Tensor, Tensor]:
-        """Returns the distinct images (N, C, H, W), as the model got them, and int64 labels (N,).
-
-        Raises:
-            FedsimError: The file is missing or damaged.
-        """
+        """Returns the distinct images (N, C, H, W), as the model got them, and labels (N,)."""
         found = read_tensors(self.path.with_suffix(".safetensors"))
         images, labels = found.get("images"), found.get("labels")
         if (
@@ -113,8 +105,7 @@ def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
     """Writes what a client trained on below `out`, for its owner alone to read.
 
     `tensors` has the distinct `images` (N, C, H, W), their `labels` (N,), and the `order` in which
-    steps used them: indices of images. Images that were left out are not in the order, although
-    `said.sizes` counts them.
+    steps used them, without images that were left out.
     """
     base = _base(out, said.run_id, said.round, "node", said.node_id, said.message_id)
     # Waiting for the disk would hold up the client.
@@ -147,10 +138,7 @@ def run_of(out: Path, run_id: int) -> Path:
 def read_witnessed(out: Path, run_id: int) -> Mapping[str, Testimony]:
     """Returns what was witnessed of a run, by the id of the message that ordered the training.
 
-    `out` is the run's own folder or that of all runs.
-
-    Raises:
-        FedsimError: Nothing was witnessed, or a file is damaged.
+    `out` is the run's own folder or that of all runs. Where nothing was witnessed it raises.
     """
     # Callers may name the run's own folder, or that of all runs.
     folder = out if out.name == f"run-{run_id}" else run_of(out, run_id)

@@ -74,16 +74,9 @@ class Guesser:
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        """Learns from public `images` (P, C, H, W), uint8, with `labels` (P,) int64.
-
-        Raises:
-            ScoringError: there is no public image.
-        """
+        """Learns from at least one public image (P, C, H, W), uint8, with `labels` (P,) int64."""
         self.mean = mean_image(images)
-        """(C, H, W) pixels that stand in for each missing image of an attack's answer.
-
-        A single image for all is no better than the guess that the attack is compared with.
-        """
+        """(C, H, W) pixels that stand in for each missing image of an attack's answer."""
         # At least two, so that there is a half to try guesses on (`_learn`).
         max_images = min(_POOL, max(2, _POOL_VALUES // images[0].numel()))
         if len(images) > max_images:
@@ -117,11 +110,7 @@ class Guesser:
         return near_copies(images, self.public())
 
     def __call__(self, count: int, labels: Sequence[int] | None = None) -> Guess:
-        """Returns the guess of `count` images, whose `labels` are known if given.
-
-        Raises:
-            ScoringError: as many labels as images are expected.
-        """
+        """Returns the guess of `count` images, whose labels are known if given."""
         if labels is not None and len(labels) != count:
             raise ScoringError(f"the guess needs {count} labels, got {len(labels)}")
         # Sorted, so that batches of the same multiset share one cached guess.
@@ -170,11 +159,7 @@ class RowGuesser:
     """Guesses each row of a table by the mean of public ones."""
 
     def __init__(self, rows: Tensor, labels: Tensor) -> None:
-        """Learns from public `rows` (P, D) on [0, 1], with `labels` (P,) int64.
-
-        Raises:
-            ScoringError: there is no public row.
-        """
+        """Learns from public `rows` (P, D) on [0, 1], with `labels` (P,) int64; at least one."""
         self.mean = mean_image(rows)
         """(D,) mean entries on [0, 1]."""
         self._rows, self._labels = rows, labels
@@ -229,14 +214,7 @@ def _likeliest(labels: Tensor, count: int) -> Tensor:
 
 
 def mean_image(images: Tensor) -> Tensor:
-    """Returns the mean image, (C, H, W) float32 pixels in [0, 1].
-
-    `images` are (N, C, H, W) on the CPU, of uint8 levels or of pixels in [0, 1]. Of rows (N, D) on
-    [0, 1] the result is the mean row, (D,).
-
-    Raises:
-        ScoringError: there is no image.
-    """
+    """Returns the mean image or row, in [0, 1], of uint8 images or entries in [0, 1]."""
     if not len(images):
         raise ScoringError("the zero-information guess needs a public image")
     total = torch.zeros(images.shape[1:], dtype=torch.float64)
@@ -251,8 +229,7 @@ def near_copies(images: Tensor, public: Tensor) -> int:
     """Returns how many of the `images` (N, C, H, W) have a near copy in `public` (P, C, H, W).
 
     Near copies have a cosine of at least 0.99, averaged to 16x16 pixels or fewer and less their
-    means. Copies that are cropped, moved or mirrored are not noticed. An image of one level has no
-    copy.
+    means. Copies that are cropped, moved or mirrored are not noticed.
     """
     known = _outlines(public)
     parts = torch.split(images, CHUNK)

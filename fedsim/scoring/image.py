@@ -27,12 +27,7 @@ _SSIM_WINDOW = 7
 
 
 def check_pixels(images: Tensor, what: str) -> None:
-    """Refuses tensors that are not a batch of pixels; `what` names them in the message.
-
-    Raises:
-        ScoringError: the tensor is empty, or is not (N, C, H, W), floating-point, finite and within
-            [0, 1].
-    """
+    """Refuses tensors that are no finite (N, C, H, W) pixels in [0, 1]; `what` names them."""
     if images.ndim != 4 or images.numel() == 0:
         raise ScoringError(
             f"{what}: expected images of shape (N, C, H, W), got {tuple(images.shape)}"
@@ -60,10 +55,7 @@ def rmse(reconstruction: Tensor, truth: Tensor) -> Tensor:
 
 
 def psnr(reconstruction: Tensor, truth: Tensor) -> Tensor:
-    """Returns the peak signal-to-noise ratio of each image (N, C, H, W): (N,) dB.
-
-    Values are at most 60 (`PSNR_CAP`), which identical images have.
-    """
+    """Returns the peak signal-to-noise ratio of each image (N, C, H, W): (N,) dB, at most 60."""
     # 10 log10(range² / MSE) with a range of 1.
     return -10 * mse(reconstruction, truth).clamp(min=10 ** (-PSNR_CAP / 10)).log10()
 
@@ -225,11 +217,12 @@ class LpipsMetric:
 def load_lpips(
     backbone: Backbone = "alex", weights_path: str | Path | None = None
 ) -> LpipsMetric | Unavailable:
-    """Loads LPIPS on `backbone`, from `weights_path` or else from torchvision's cache.
+    """Loads LPIPS on `backbone`, or says why not.
 
-    `weights_path` is a state dict of torchvision's AlexNet, VGG-16 or SqueezeNet 1.1, as
-    `.safetensors` or as the `.pth` file that torchvision publishes (read as plain tensors). The
-    reason is returned where the file or the `lpips` package is missing, or the weights do not fit.
+    Its weights are a state dict of torchvision's AlexNet, VGG-16 or SqueezeNet 1.1 at
+    `weights_path`, as `.safetensors` or as the `.pth` file that torchvision publishes (read as
+    plain tensors), or in torchvision's cache. Nothing is ever downloaded, and a randomly
+    initialized backbone, which is another metric, is never used.
     """
     cached = Path(torch.hub.get_dir()) / "checkpoints" / _PUBLISHED[backbone]
     path = Path(weights_path) if weights_path else cached

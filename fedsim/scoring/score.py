@@ -46,11 +46,7 @@ class Scores:
     """Metric -> why it has no value, or how it was computed where only like values compare."""
 
     def __getitem__(self, name: str) -> float | None:
-        """Returns the mean of the metric `name`; None if it does not apply.
-
-        Raises:
-            KeyError: no metric is called so.
-        """
+        """Returns the mean of the metric `name`, which must be one; None if it does not apply."""
         return self.metrics()[name]
 
     @property
@@ -76,12 +72,9 @@ def prepare(resources: Resources) -> Aids:
 def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
     """Scores `found`, of an attack or of the guess, against the truth of the same observation.
 
-    `aids` are made by `prepare`; without them no missing image is filled in.
-
-    Raises:
-        ScoringError: a part of the answer is not what `Reconstruction` promises (pixels outside [0,
-            1], values that are not finite, other shapes), the answer has no part or parts of
-            different numbers of images, or a metric is not finite.
+    `aids` are made by `prepare`; without them no missing image is filled in. A ScoringError says
+    where a part of the answer is not what `Reconstruction` promises, parts do not belong together,
+    or a metric is not finite.
     """
     answered = {
         part: (target, answer)
@@ -129,11 +122,9 @@ def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
 
 
 def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
-    """Scores the guess: the answer of somebody with the attack's grants who saw no update.
+    """Returns a row's `baseline`: scores of one with the attack's grants who saw no update.
 
-    Returns:
-        The `baseline` of a row: the guess's name, what the guess was learned from, its metrics.
-            Fields are None where nothing was guessed, and `per_image` is empty.
+    Fields are None where nothing was guessed, and `per_image` is empty.
     """
     guesses = [target.guess(request, aids) for target in targets().values()]
     made = [guess for guess in guesses if guess is not None]
@@ -192,9 +183,6 @@ def score_other(own: Tensors, other: Tensors, pairs: list[int]) -> Scores:
     `own` and `other` are saved tensors (`tensors_to_save`). `pairs` has the index of the other
     update's row that stands in each row's place, for targets whose rows are asked for one at a
     time.
-
-    Raises:
-        ScoringError: `score` raises it.
     """
     (_, truth), (made, _) = read_saved(own), read_saved(other)
     answers = {
@@ -236,10 +224,8 @@ def certificate(
 ) -> Certificate | None:
     """Returns the certificate of an attack's answer; None if the attack states nothing.
 
-    `truth` is None if nobody has it, and `assignments` are those of the `Scores`.
-
-    Raises:
-        ScoringError: a mask is not one truth value for each image of the answer.
+    `truth` is None if nobody has it, and `assignments` are those of the `Scores`. A mask that is
+    not one truth value for each image raises a ScoringError.
     """
     parts = [part for part in (found.features, found.images, found.labels) if part is not None]
     masks = {"determined": found.determined, "certified": found.certified}

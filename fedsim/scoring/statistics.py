@@ -76,8 +76,7 @@ class Share:
 def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
     """Returns (low, high) of Student's confidence interval of the mean (Biometrika 6, 1908).
 
-    Raises:
-        ValueError: fewer than two values, one that is not finite, or a confidence outside (0, 1).
+    Fewer than two values, or one that is not finite, raise a ValueError.
     """
     sample = np.asarray(values, dtype=np.float64)
     if sample.ndim != 1 or len(sample) < 2 or not np.isfinite(sample).all():
@@ -167,10 +166,7 @@ def rank_area(inside: ArrayLike, outside: ArrayLike) -> float:
 
 
 def area_deviation(inside: int, outside: int) -> float:
-    """Returns the standard deviation of `rank_area` of so many scores that differ by chance alone.
-
-    Source: Mann and Whitney, Annals of Mathematical Statistics 18, 1947.
-    """
+    """Returns the deviation of `rank_area` by chance alone (Mann and Whitney, 1947)."""
     return math.sqrt((inside + outside + 1) / (12 * inside * outside))
 
 
@@ -221,12 +217,8 @@ class Accuracy:
 def accuracy(share: float, examples: int, chance: float, *, confidence: float = 0.95) -> Accuracy:
     """Returns an accuracy with Wilson's interval (JASA 22, 1927).
 
-    Args:
-        share: Share of the test set, in [0, 1], that was classified correctly. Several runs on one
-            test set give their mean, and the set counts once.
-        examples: Size of the test set, at least one.
-        chance: Share of the test set's most frequent class.
-        confidence: Confidence of the interval.
+    `share` of at least one test example is right, in the mean of several runs on one test set,
+    which counts once. `chance` is the share of its most frequent class.
     """
     from scipy.special import ndtri
 

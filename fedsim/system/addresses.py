@@ -14,11 +14,7 @@ _BACKLOG = 128
 
 
 def split(address: str) -> tuple[str, int]:
-    """Splits HOST:PORT or [HOST]:PORT into host, without brackets, and port, both unchecked.
-
-    Raises:
-        ValueError: The address is of another form.
-    """
+    """Splits HOST:PORT or [HOST]:PORT into host and port, unchecked; else raises ValueError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"{address!r} is not HOST:PORT")
@@ -47,8 +43,7 @@ def is_loopback(host: str) -> bool:
 def unfit(address: str, *, has_roots: bool) -> str | None:
     """Returns the reason why nobody may connect to `address`; None if they may.
 
-    Without roots (certificates to check the server's by) there is no TLS, and the address must be
-    on loopback.
+    Without roots (certificates to check the server's by) the address must be on loopback.
     """
     try:
         host, port = split(address)
@@ -66,12 +61,7 @@ def unfit(address: str, *, has_roots: bool) -> str | None:
 
 
 def listener(address: str) -> socket.socket:
-    """Returns a socket that listens at `address`; port 0 takes a free one.
-
-    Raises:
-        OSError: The address is taken, or not of this machine.
-        ValueError: The text is not HOST:PORT.
-    """
+    """Returns a socket that listens at `address`; port 0 takes a free one."""
     host, port = split(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)

@@ -16,12 +16,7 @@ T = TypeVar("T")
 
 
 def resolve_device(device: str) -> str:
-    """Returns the name `device`; `auto` becomes `cuda` if torch can use CUDA, else `cpu`.
-
-    Raises:
-        FedsimError: The text is no name of a device, or a CUDA device is asked for and there is
-            none.
-    """
+    """Returns the name `device`, of `auto` what there is; refuses what is none or not available."""
     if not re.fullmatch(DEVICE_PATTERN, device):
         raise FedsimError(f"device: {device!r} is none; use cpu, cuda, cuda:N or auto")
     available = torch.cuda.is_available()

@@ -20,11 +20,7 @@ _BUFFER = 256 * _BLOCK
 
 
 def write(handle: int, pieces: Iterable[bytes | memoryview]) -> None:
-    """Writes `pieces` to the empty file whose descriptor is `handle`, which stays open.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Writes `pieces` to the empty file whose descriptor is `handle`, which stays open."""
     _ask_for(handle, directly=True)
     buffer = memoryview(mmap.mmap(-1, _BUFFER))  # begins at a page
     used = size = 0

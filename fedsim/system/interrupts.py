@@ -31,8 +31,8 @@ _SHOW_CURSOR = "\x1b[?25h"
 class Interrupted(KeyboardInterrupt):
     """Raised by Ctrl-C, SIGTERM or SIGHUP.
 
-    CPython remembers a KeyboardInterrupt itself that leaves code given as text, such as a
-    dataclass's methods, and dies of SIGINT at the exit although it was caught.
+    A plain KeyboardInterrupt would end CPython by SIGINT, although it was caught, where it had left
+    code given as text, such as a dataclass's methods.
     """
 
 

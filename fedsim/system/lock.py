@@ -27,13 +27,10 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
-    """Locks `folder`, made if it is missing, inside the block against other runs.
+    """Locks `folder`, made if it is missing, inside the block against other runs, or refuses.
 
     `option` names the option by which a user chooses another folder. On a file system without locks
     a warning is given, and nothing is locked.
-
-    Raises:
-        FedsimError: Another run is in the folder, or its `.lock` is no regular file.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / NAME

@@ -50,18 +50,13 @@ def limit() -> int:
 
 
 def check(needed: float, content: str, remedy: str, device: torch.device | None = None) -> None:
-    """Refuses what does not fit the memory of the process, or of the accelerator `device`.
-
-    Memory counts in full (`limit`, or the device's total), whatever of it is in use.
+    """Refuses what does not fit the memory of the process, or of the CUDA `device`, used or not.
 
     Args:
         needed: Estimated number of bytes.
         content: Words for what takes the bytes, with the key of the scenario in front.
         remedy: Words for what the user should change.
-        device: CUDA device whose memory is needed; for None or a CPU it is the process's memory.
-
-    Raises:
-        FedsimError: The bytes do not fit.
+        device: CUDA device whose memory is needed; None or a CPU is the process's memory.
     """
     available = limit()
     if device is not None and device.type == "cuda":

@@ -2,7 +2,7 @@
 
 Everything that a user can name is opened here, or by a library after `regular` has looked at it: a
 device would fill the memory, a pipe would wait for ever, and a file can be larger than what reads
-it.
+it. These raise a FedsimError, and a file that is missing or may not be read an OSError.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ _KINDS = (
 
 
 def from_home(path: str) -> Path:
-    """Returns `path`, with the home directory for a leading `~` or `~user`.
-
-    Raises:
-        FedsimError: There is no such user, or the home directory is not known.
-    """
+    """Returns `path`, with the home directory for a leading `~` or `~user`, which must be known."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -49,22 +45,13 @@ def from_home(path: str) -> Path:
 
 
 def regular(path: Path, max_bytes: int) -> Path:
-    """Checks that `path` is a regular file, and returns it; a library may now open it by name.
-
-    Raises:
-        FedsimError: The file is no regular file, or has more than `max_bytes` bytes.
-        OSError: The file is missing, or may not be read.
-    """
+    """Checks that `path` is a regular file, and returns it; a library may now open it by name."""
     with open_regular(path, max_bytes):
         return path
 
 
 def refuse_links(path: Path, root: Path) -> Path:
-    """Checks that no part of `path` below the folder `root` is a link, and returns `path`.
-
-    Raises:
-        FedsimError: A part of the path is a link.
-    """
+    """Checks that no part of `path` below the folder `root` is a link, and returns `path`."""
     for part in (path, *path.parents):
         if part == root:
             break
@@ -76,12 +63,7 @@ def refuse_links(path: Path, root: Path) -> Path:
 
 
 def read_named(path: Path, option: str, max_bytes: int) -> bytes:
-    """Returns the content of a file that a user has named with `option`.
-
-    Raises:
-        FedsimError: The file is missing, may not be read, is not regular, or has more than
-            `max_bytes`.
-    """
+    """Returns the content of a file that a user has named with `option`, or a FedsimError."""
     try:
         return content(path, max_bytes)
     except OSError as error:
@@ -90,12 +72,7 @@ def read_named(path: Path, option: str, max_bytes: int) -> bytes:
 
 @contextmanager
 def open_regular(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
-    """Opens the regular file at `path`, of at most `max_bytes`, for reading inside the block.
-
-    Raises:
-        FedsimError: See `regular`.
-        OSError: The file is missing, or may not be read.
-    """
+    """Opens the regular file at `path`, of at most `max_bytes`, for reading inside the block."""
     try:
         _check(path, path.stat(), max_bytes)
         # What was looked at may be gone by now: opening a pipe must not wait for its other end.
@@ -108,7 +85,7 @@ def open_regular(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
 
 
 def content(path: Path, max_bytes: int) -> bytes:
-    """Returns all bytes of a regular file of at most `max_bytes`; raises as `open_regular`."""
+    """Returns all bytes of a regular file of at most `max_bytes`."""
     with open_regular(path, max_bytes) as file:
         # A read takes all the memory that it is allowed to fill, however small the file is.
         data = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
@@ -120,20 +97,14 @@ def content(path: Path, max_bytes: int) -> bytes:
 
 
 def text(path: Path, max_bytes: int, encoding: str = "utf-8") -> str:
-    """Returns the text of the regular file at `path`, of at most `max_bytes`; see `content`.
-
-    Raises:
-        UnicodeDecodeError: The file has another encoding.
-    """
+    """Returns the text of a regular file of at most `max_bytes`, in that `encoding`."""
     return content(path, max_bytes).decode(encoding)
 
 
 def writable_folder(path: Path, option: str) -> None:
     """Refuses a `path` that is no folder to write to, and cannot be made one; makes nothing.
 
-    Raises:
-        FedsimError: `path` or a part of it is a file, a link in a circle or to nowhere, or may not
-            be written to. The text starts with `option`, which named the path.
+    The error's text starts with `option`, which named the path.
     """
     try:
         if "\0" in str(path):

@@ -39,11 +39,7 @@ _DEPENDENT = 1e-12
 
 
 def check_features(features: Tensor, what: str) -> None:
-    """Refuses tensors that are not a batch of features; `what` names them in the message.
-
-    Raises:
-        ScoringError: the tensor is not (N, d), is empty, or is not finite.
-    """
+    """Refuses tensors that are no finite batch (N, d) of features; `what` names them."""
     if features.ndim != 2 or features.numel() == 0:
         raise ScoringError(
             f"{what}: expected features of shape (N, d), got {tuple(features.shape)}"
@@ -53,10 +49,7 @@ def check_features(features: Tensor, what: str) -> None:
 
 
 def feature_cosine(reconstruction: Tensor, truth: Tensor) -> Tensor:
-    """Returns the cosine of each pair of features (N, d): (N,) in [-1, 1].
-
-    The cosine is 0 where either of a pair is zero.
-    """
+    """Returns the cosine of each pair of features (N, d): (N,) in [-1, 1], 0 where one is zero."""
     return F.cosine_similarity(reconstruction.double(), truth.double(), dim=1, eps=1e-30)
 
 

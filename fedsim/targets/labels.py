@@ -13,11 +13,7 @@ from fedsim.types import Truth
 
 
 def check_labels(labels: Tensor, what: str) -> None:
-    """Refuses tensors that are not a batch of labels; `what` names them in the message.
-
-    Raises:
-        ScoringError: the tensor is not (N,), or not of integers.
-    """
+    """Refuses tensors that are not integers of shape (N,); `what` names them in the message."""
     if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
         raise ScoringError(
             f"{what}: expected integer labels of shape (N,), got {labels.dtype} of shape "

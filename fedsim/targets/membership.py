@@ -274,12 +274,9 @@ _LEAST = 40
 def refuse_unlike(truth: Truth) -> None:
     """Refuses candidates of an update whose members differ from others by more than a coin.
 
-    High scores would else say nothing of the update (Das, Zhang and Tramèr, Blind Baselines Beat
+    That is, by a copy, or in the eyes of a classifier that sees inputs and labels alone. High
+    scores would else say nothing of the update (Das, Zhang and Tramèr, Blind Baselines Beat
     Membership Inference Attacks for Foundation Models, 2024).
-
-    Raises:
-        ScoringError: a member is a copy of another candidate that took no part, or a classifier
-            that sees inputs and labels alone tells members from others.
     """
     tensors = truth.tensors()
     if CANDIDATE_INPUTS not in tensors:

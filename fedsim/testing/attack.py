@@ -264,10 +264,7 @@ class SourceAttackContract(CandidateAttackContract):
 
 
 class RowAttackContract(AnyAttackContract):
-    """Tests what every `Attack` on rows keeps to, on releases of about 20 rows of 4 columns.
-
-    Its sizes are numbers of clients: one, and the sum of three.
-    """
+    """Tests `Attack` on rows, on releases of about 20 rows of 4 columns, by one client or three."""
 
     learner: ClassVar[str] = "sketch"
     """Name of a registered closed-form learner whose releases the method reads."""

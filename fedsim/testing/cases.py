@@ -93,12 +93,8 @@ def local_step(
 ) -> LocalStep:
     """Returns a step of softmax regression, whose features are the flattened images.
 
-    Args:
-        loss: Loss of a batch, which need not be that of the model.
-        gradient: Direction so far (`LocalStep.gradient`).
-        batch_size: Divisor of sums over a batch.
-        shape: (C, H, W) of an image.
-        classes: Number of classes.
+    `loss` need not be that of the model, and `gradient` is the direction so far. `batch_size`
+    divides sums over a batch. `shape` is (C, H, W).
     """
     spec = example_spec(shape, classes, hidden=[])
     model = build(spec, seed=0)
@@ -431,21 +427,10 @@ def make_kernel_release(
     num_clients: int = 1,
     seed: int = 0,
 ) -> tuple[Observation, RowTruth]:
-    """Returns what a server sees of a kernel regression of images, and the truth.
+    """Returns what a server sees of a kernel regression of uint8 images, and the truth.
 
-    Args:
-        images: (N, C, H, W) uint8.
-        labels: (N,) int64, of as many classes as the largest says.
-        members: (N,) bool: whether each image takes part.
-        parameters: Parameters of learner ntk.
-        defense: Defenses as a scenario lists them.
-        num_clients: Number of clients; without an aggregation defense the release is that of
-            the first one.
-        seed: Seed of the neurons and the defenses' noise.
-
-    Raises:
-        PluginError: a defense is not installed.
-        FedsimError: the defenses do not fit each other or the learner.
+    `members` (N,) bool says whether each image takes part, and `parameters` are those of learner
+    ntk. Without an aggregation defense the release is that of the first client.
     """
     stack = build_stack([reference(member) for member in defense])
     channels = images.shape[1]
