@@ -73,7 +73,6 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
     @over_knowledge
     @over_sizes
     def test_what_is_returned_is_in_shape_and_range(self, size: int, most: bool) -> None:
-        """Holds with the least knowledge that the attack needs, and with all there is."""
         observation, knowledge = self.case(size, most)
         if size not in self.batch_sizes:
             with pytest.raises(AttackFailed):
@@ -82,7 +81,6 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
             self.check(self._solve(observation, knowledge), observation)
 
     def test_same_seed_same_result(self) -> None:
-        """The generator that is handed in is the only source of randomness, bit for bit."""
         observation, knowledge = self.case(self.batch_sizes[-1])
         first = self._solve(observation, knowledge)
         # An attack that draws from the global stream finds it changed now.
@@ -93,7 +91,6 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
         assert first.iterations == second.iterations
 
     def test_inputs_are_not_changed(self) -> None:
-        """No tensor of the observation or of the knowledge changes."""
         observation, knowledge = self.case(self.batch_sizes[-1], most=True)
         before = copy(_tensors(observation)), copy(_tensors(knowledge))
         self._solve(observation, knowledge)
@@ -101,7 +98,6 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
         assert same(_tensors(knowledge), before[1])
 
     def test_it_stops(self) -> None:
-        """It stops within what `total` promises; the state's iteration counts up to it."""
         attack = self.make()
         observation, knowledge = self.case(self.batch_sizes[0])
         state = attack.init(observation, knowledge, rng.generator(_SEED, "attack", 0))
@@ -117,7 +113,6 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
         assert promised is None or state.iteration <= promised
 
     def test_global_random_streams_are_left_alone(self) -> None:
-        """Torch's and Python's streams stay as they are, for other attacks of the run."""
         observation, knowledge = self.case(self.batch_sizes[0])
         before = torch.get_rng_state(), random.getstate()
         self._solve(observation, knowledge)
@@ -125,7 +120,6 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
         assert random.getstate() == before[1]
 
     def test_an_update_of_mere_noise_is_survived(self) -> None:
-        """Noise, as behind a strong defense, gives a sound result or a stated failure."""
         observation, knowledge = self.case(self.batch_sizes[-1])
         stream = rng.generator(_SEED, "noise")
         noise = {n: torch.randn(t.shape, generator=stream) for n, t in observation.update.items()}
@@ -138,7 +132,6 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
 
     @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
     def test_an_unusable_update_is_a_stated_failure(self, value: float) -> None:
-        """An update of zeros, or with an entry that is not finite, is refused."""
         observation, knowledge = self.case(self.batch_sizes[0])
         update = copy(observation.update)
         for tensor in update.values():

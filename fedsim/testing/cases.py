@@ -60,7 +60,6 @@ class PluginContract(ABC, Generic[P]):
         """Returns the plugin under test, an equal one in each of several calls."""
 
     def test_parameters_are_resolved_and_unknown_ones_refused(self) -> None:
-        """A record's parameters make the same plugin again; a typo is refused."""
         plugin = self.make()
         resolved = plugin.model_dump(mode="json")
         assert type(plugin).model_validate(resolved) == plugin
@@ -68,7 +67,6 @@ class PluginContract(ABC, Generic[P]):
             type(plugin).model_validate({**resolved, "no_such_parameter": 1})
 
     def test_the_source_is_cited(self) -> None:
-        """Users are shown `paper` and the docstring's first line."""
         cls = type(self.make())
         assert cls.paper, f"{cls.__name__}.paper: state the source"
         assert (cls.__doc__ or "").strip(), f"{cls.__name__}: state in a docstring what it does"

@@ -65,7 +65,6 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
     def test_names_shapes_and_types_are_kept_and_arguments_stay(
         self, make_update: Callable[[], dict[str, Tensor]]
     ) -> None:
-        """Checks the update, and the state over two rounds."""
         defense, update, rng = self.make(), make_update(), stream()
         state = defense.init(update, BOUND)
         for _ in range(2):
@@ -80,7 +79,6 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
 
     @over_updates
     def test_same_stream_same_result(self, make_update: Callable[[], dict[str, Tensor]]) -> None:
-        """The stream that is handed in is the only source of randomness."""
         defense, update = self.make(), make_update()
         state = defense.init(update, BOUND)
         first, first_state = defense.apply(update, state, stream())
@@ -90,7 +88,6 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
         assert same(first_state, second_state)
 
     def test_integer_tensors_pass_by(self) -> None:
-        """Counters and masks pass a chain bit for bit."""
         update = {**mixed_update(), "counter": torch.tensor(7), "mask": torch.tensor([True, False])}
         stack = chain(_Silence(), self.make())
         state = stack.init(update, example_training())
@@ -101,7 +98,6 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
             assert torch.equal(defended[name], update[name])
 
     def test_a_finite_update_stays_finite(self) -> None:
-        """Checks an ordinary update and one of zeros, whose norm is 0."""
         defense, rng = self.make(), stream()
         for update in (mixed_update(), zeros()):
             defended, _ = defense.apply(update, defense.init(update, BOUND), rng)
@@ -109,7 +105,6 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     def test_a_non_finite_update_leaves_the_state_usable(self, value: float) -> None:
-        """One bad round does not spoil all later ones."""
         defense, rng = self.make(), stream()
         state = defense.init(mixed_update(), BOUND)
         _, state = defense.apply(non_finite(value), state, rng)
@@ -121,7 +116,6 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
     def test_the_proven_bound_holds(
         self, make_update: Callable[[], dict[str, Tensor]], bound: float
     ) -> None:
-        """No update comes out longer than the guarantee says, in three rounds."""
         defense, rng = self.make(), stream()
         try:
             proven = defense.guarantee(Guarantee(sensitivity=bound)).sensitivity
@@ -144,7 +138,6 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
             assert float(global_norm(defended)) <= proven
 
     def test_a_claimed_mechanism_adds_its_noise(self) -> None:
-        """A zero update comes out as the noise: as strong as claimed, around zero."""
         defense = self.make()
         mechanism = defense.guarantee(Guarantee(sensitivity=BOUND)).mechanism
         if not isinstance(mechanism, Mechanism):
@@ -160,13 +153,11 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
         assert abs(float(entries.mean())) < 0.025 * float(entries.std())
 
     def test_a_mechanism_before_it_stands(self) -> None:
-        """What comes after a release is post-processing."""
         mechanism = Mechanism(noise_multiplier=1.5, unit="client", relation="zero_out")
         before = Guarantee(sensitivity=BOUND, mechanism=mechanism)
         assert self.make().guarantee(before).mechanism == mechanism
 
     def test_the_declared_noise_is_added(self) -> None:
-        """Attacks are weaker against a defense that does not say what it does."""
         defense = self.make()
         zero = {"a": torch.zeros(30_000), "b": torch.zeros(100, 100)}
         sizes = tuple(tuple(tensor.shape) for tensor in zero.values())
@@ -195,7 +186,6 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
             assert same(first, second), "what differs by chance is noise: declare it"
 
     def test_removed_entries_are_declared(self) -> None:
-        """The removed entries are the smallest, if that is the rule."""
         defense = self.make()
         effect = defense.effect(Guarantee(sensitivity=BOUND))
         if effect.noisy or effect.mixed:
@@ -217,7 +207,6 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
                 assert not len(zeroed) or not len(kept) or float(zeroed.max()) <= float(kept.min())
 
     def test_the_declared_scale_and_grid_are_all_that_changes(self) -> None:
-        """The result is the update, a multiple of it, or on a grid of its tensor."""
         defense = self.make()
         effect = defense.effect(Guarantee(sensitivity=BOUND))
         if effect.noisy or effect.mixed:
@@ -266,7 +255,6 @@ class DataDefenseContract(PluginContract[DataDefense]):
         """Returns a release that the defense under test protects."""
 
     def test_sigma_is_a_scale(self) -> None:
-        """Rows twice as long need twice as much sigma for the same claim, and nothing is drawn."""
         defense, release = self.make(), self.release()
         longer = replace(release, row_norm=2 * release.row_norm)
         sigma = defense.sigma(release)
@@ -278,7 +266,6 @@ class DataDefenseContract(PluginContract[DataDefense]):
         assert short.epsilon(DELTA, 1) == pytest.approx(long.epsilon(DELTA, 1), rel=1e-6)
 
     def test_more_is_never_more_private(self) -> None:
-        """Neither more releases nor more certainty give a smaller ε."""
         mechanism = self._mechanism(self.release())
         once = mechanism.epsilon(DELTA, 1)
         assert 0 <= once < math.inf
@@ -286,7 +273,6 @@ class DataDefenseContract(PluginContract[DataDefense]):
         assert mechanism.epsilon(10 * DELTA, 1) <= once <= mechanism.epsilon(DELTA / 10, 1)
 
     def test_what_cannot_be_protected_is_refused(self) -> None:
-        """The same error is raised before any noise is drawn and where the claim is made."""
         defense = self.make()
         refused = 0
         for kind in get_args(ReleaseKind):
@@ -310,7 +296,6 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
     """Tests what every `TrainingDefense` keeps to."""
 
     def test_the_training_stays_possible(self) -> None:
-        """Counts and rates stay in range, whatever was declared."""
         for declared in (example_training(), example_training(algorithm="fedavg", steps=3)):
             training = self.make().training(declared)
             assert training.steps >= 1
@@ -320,7 +305,6 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
             assert training.algorithm == "fedavg" or training.steps == 1
 
     def test_names_shapes_and_types_are_kept_and_arguments_stay(self) -> None:
-        """The direction of a step is shaped like the parameters, and finite."""
         parameters, images, labels = _example()
         before = copy(parameters), images.clone(), labels.clone()
         direction = self.make().gradient(local_step(_cross_entropy, _plain, 3))
@@ -332,7 +316,6 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         assert torch.equal(labels, before[2])
 
     def test_same_stream_same_result(self) -> None:
-        """The stream that is handed in is the only source of randomness."""
         first, second = (
             self.make().gradient(local_step(_cross_entropy, _plain, 3)) for _ in range(2)
         )
@@ -341,7 +324,6 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         assert same(direction, second(*_example(), stream()))
 
     def test_the_effect_is_declared(self) -> None:
-        """The declared noise is that of a step's direction."""
         defense = self.make()
         effect = defense.effect(defense.training(example_training()))
         assert effect != UNKNOWN, "override `effect`: say what the defense does to an update"
@@ -355,7 +337,6 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         assert float(noise.std()) == pytest.approx(declared, rel=0.02)
 
     def test_a_direction_that_changes_says_so(self) -> None:
-        """Without noise and factors per example, it is the direction that was handed in."""
         defense = self.make()
         effect = defense.effect(defense.training(example_training()))
         if effect.noise or effect.scaled_examples or not effect.exact:
@@ -369,7 +350,6 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         torch.testing.assert_close(ratios, one.expand_as(ratios), rtol=1e-4, atol=0)
 
     def test_a_claimed_mechanism_adds_its_noise(self) -> None:
-        """Measures the noise at a zero gradient, over the largest effect of a single example."""
         defense = self.make()
         mechanism = defense.guarantee(Guarantee(), defense.training(example_training())).mechanism
         if not isinstance(mechanism, Mechanism) or mechanism.unit != "example":
@@ -452,7 +432,6 @@ class StatisticDefenseContract(PluginContract[StatisticDefense]):
     """Tests what every `StatisticDefense` keeps to."""
 
     def test_shape_type_and_kind_are_kept(self) -> None:
-        """A kernel matrix stays symmetric and positive semidefinite; every entry stays finite."""
         value = self._value()
         before = value.clone()
         statistic = self.make().apply(value, STATISTIC_RELEASE, stream())
@@ -467,7 +446,6 @@ class StatisticDefenseContract(PluginContract[StatisticDefense]):
             assert smallest > -1e-9 * (1 + float(statistic.abs().max()))
 
     def test_same_stream_same_result(self) -> None:
-        """The stream that is handed in is the only source of randomness, and it is used."""
         value = self._value()
         first = self.make().apply(value, STATISTIC_RELEASE, stream())
         torch.manual_seed(12345)
@@ -475,7 +453,6 @@ class StatisticDefenseContract(PluginContract[StatisticDefense]):
         assert not torch.equal(first, self.make().apply(value, STATISTIC_RELEASE, stream(2)))
 
     def test_the_curve_is_one_of_privacy(self) -> None:
-        """Its values are probabilities that fall with ε, and ε is their inverse."""
         mechanism = self.make().guarantee(STATISTIC_RELEASE)
         epsilons = np.linspace(0.0, 4.0, 33)
         deltas = np.exp(mechanism.log_delta(epsilons))
@@ -488,7 +465,6 @@ class StatisticDefenseContract(PluginContract[StatisticDefense]):
         )
 
     def test_more_is_never_more_private(self) -> None:
-        """Neither more releases nor more certainty give a smaller ε."""
         one = (self.make().guarantee(STATISTIC_RELEASE),)
         once = of_mechanisms(one, STATISTIC_DELTA)
         assert 0 <= once <= of_mechanisms(one * 2, STATISTIC_DELTA)
@@ -499,7 +475,6 @@ class StatisticDefenseContract(PluginContract[StatisticDefense]):
         )
 
     def test_it_stands_only_where_there_is_such_a_statistic(self) -> None:
-        """It is refused for updates, beside one of its kind, and without the statistic."""
         stack = chain(self.make())
         stack.guarantees(_DECLARED, STATISTIC_RELEASE)
         for release in (None, replace(STATISTIC_RELEASE, statistics=())):
@@ -520,14 +495,12 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
     """Tests what every `AggregationDefense` keeps to."""
 
     def test_one_update_alone_comes_out_as_it_is(self) -> None:
-        """A single update changes by no more than rounding."""
         update = _updates()[0]
         combined = self.make().combine([update])
         _assert_close(combined.tensors, update.tensors)
         _assert_close(combined.buffers, update.buffers)
 
     def test_names_shapes_types_and_total(self) -> None:
-        """The combined update fits the model, counts every example, and shares no memory."""
         updates, before = _updates(), _updates()
         combined = self.make().combine(iter(updates))
         _assert_alike(combined.tensors, updates[0].tensors)
@@ -541,7 +514,6 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
             assert same(update.buffers, unchanged.buffers)
 
     def test_the_order_of_clients_does_not_matter(self) -> None:
-        """Order changes the result by no more than rounding."""
         updates = _updates()
         combined = self.make().combine(updates)
         reversed_order = self.make().combine(updates[::-1])
@@ -549,7 +521,6 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
         _assert_close(combined.buffers, reversed_order.buffers)
 
     def test_small_updates_are_not_lost(self) -> None:
-        """Integer masks cancel exactly, so small updates survive and results repeat bit for bit."""
         # Float masks leave an error of their own size times 1e-7, which drowns such updates.
         small = [
             replace(
@@ -573,7 +544,6 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
                 torch.testing.assert_close(1e6 * tensor, expected[name], rtol=1e-4, atol=1e-4)
 
     def test_the_effect_is_declared(self) -> None:
-        """The declared noise is what a server adds to the sum."""
         defense = self.make()
         effect = defense.effect(Guarantee(sensitivity=BOUND))
         assert effect != UNKNOWN, "override `effect`: say what is added to the combination"
@@ -589,12 +559,10 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
         assert float(5 * shown.std()) == pytest.approx(math.sqrt(sum(variances)), rel=0.02)
 
     def test_no_update_is_an_error(self) -> None:
-        """A round in which every client failed combines to nothing."""
         with pytest.raises(FedsimError):
             self.make().combine([])
 
     def test_nothing_is_proven_from_nothing(self) -> None:
-        """Without noise anywhere, or without a bound, there is no mechanism."""
         try:
             assert self.make().guarantee(Guarantee()).mechanism is None
         except FedsimError as refused:
@@ -637,7 +605,6 @@ class ModelDefenseContract(PluginContract[ModelDefense]):
     """Tests what every `ModelDefense` keeps to."""
 
     def test_the_altered_model_classifies(self) -> None:
-        """Logits are finite and shaped as before, in either mode, and images do not change."""
         images, _ = _images()
         before = images.clone()
         for training in (True, False):
@@ -649,7 +616,6 @@ class ModelDefenseContract(PluginContract[ModelDefense]):
         assert torch.equal(images, before)
 
     def test_an_attacker_builds_the_same_model(self) -> None:
-        """The plugin's parameters and a seed tell the model, with the weights from before in it."""
         defense = self.make()
         again = type(defense).model_validate(defense.model_dump(mode="json"))
         first, second = self._build().state_dict(), build(_ALTERED, 1, [again]).state_dict()
@@ -659,7 +625,6 @@ class ModelDefenseContract(PluginContract[ModelDefense]):
             assert any(torch.equal(value, other) for other in first.values())
 
     def test_every_weight_is_trained(self) -> None:
-        """The loss has a finite gradient in each parameter, shaped as it is."""
         model = self._build()
         parameters = dict(model.named_parameters())
         loss = loss_function(model, dict(model.named_buffers()), example_training())
@@ -669,7 +634,6 @@ class ModelDefenseContract(PluginContract[ModelDefense]):
         assert all(bool(grad.isfinite().all()) for grad in grads.values())
 
     def test_loss_terms_are_means_over_examples(self) -> None:
-        """The term of a batch is the mean of those of its examples, in evaluation mode."""
         model = self._build().eval()
         images, _ = _images()
         for layer in model.modules():
@@ -685,7 +649,6 @@ class ModelDefenseContract(PluginContract[ModelDefense]):
                 torch.testing.assert_close(whole, torch.stack(parts).mean())
 
     def test_the_effect_is_declared(self) -> None:
-        """An altered model says whether it draws chance, and draws none in evaluation mode."""
         effect = self.make().effect(example_training())
         assert effect != UNKNOWN, "override `effect`: say what the defense does to an update"
         assert effect.drawn == self._differs(training=True)
