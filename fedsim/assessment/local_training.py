@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -63,9 +63,11 @@ class AppTraining:
         """Returns the local training of one attacked client, as attacks are told it, or refuses."""
         said = each.testimony.said
         if self._answer == "gradient":
-            return gradient_of(said.images, self._mode)
+            return LocalTraining(
+                algorithm="fedsgd", steps=1, batch_size=said.images, lr=1.0, mode=self._mode
+            )
         if self._local is None:
-            return self._read_witnessed(each).training()
+            return self._read_witnessed(each)
         unknown = set(self._local) - {"batch_size", "epochs", "lr", "momentum"}
         if unknown or not {"batch_size", "lr"} <= set(self._local):
             raise FedsimError(
@@ -79,22 +81,23 @@ class AppTraining:
                 f"{each.exchange.path}: the client does not say {EXAMPLES!r}, from which its steps "
                 "follow; leave local out, so that it is read from the witness"
             )
-        declared = TappedTraining.of_epochs(
-            int(examples),
-            batch_size=int(self._local["batch_size"]),
-            epochs=int(self._local.get("epochs", 1)),
+        per_epoch = math.ceil(int(examples) / int(self._local["batch_size"]))
+        steps = int(self._local.get("epochs", 1)) * per_epoch
+        if steps != said.steps:
+            self.notes.append(
+                f"local: {number_of(steps, 'step')} follow from what was declared, and "
+                f"the witness saw {said.steps}"
+            )
+        return simulate_training(
+            examples=int(examples),
+            steps=steps,
+            per_epoch=per_epoch,
             lr=float(self._local["lr"]),
             momentum=float(self._local.get("momentum", 0.0)),
             mode=self._mode,
         )
-        if declared.steps != said.steps:
-            self.notes.append(
-                f"local: {number_of(declared.steps, 'step')} follow from what was declared, and "
-                f"the witness saw {said.steps}"
-            )
-        return declared.training()
 
-    def _read_witnessed(self, each: Picked) -> TappedTraining:
+    def _read_witnessed(self, each: Picked) -> LocalTraining:
         said = each.testimony.said
         if said.optimizer is None or "lr" not in said.settings:
             raise FedsimError(
@@ -121,7 +124,7 @@ class AppTraining:
             )
         if len(set(said.sizes)) > 1:
             self.notes.append("local: batches differ in size, and attacks take them for equal ones")
-        return TappedTraining(
+        return simulate_training(
             examples=said.images,
             steps=said.steps,
             per_epoch=max(1, round(said.steps / epochs)),
@@ -191,72 +194,44 @@ EXAMPLES = "num-examples"
 """Name of the metric by which Flower's clients state the number of examples of an answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TappedTraining:
-    """Describes one client's local training, as far as it is known, in terms of `LocalTraining`."""
+def simulate_training(
+    *,
+    examples: int,
+    steps: int,
+    per_epoch: int,
+    lr: float,
+    momentum: float,
+    mode: Mode,
+    rule: StepRule | None = None,
+) -> LocalTraining:
+    """Returns the local training that attacks simulate in place of an app's.
 
-    examples: int
-    """Number of distinct images."""
-    steps: int
-    """Number of steps of all epochs together."""
-    per_epoch: int
-    """Number of steps of one epoch."""
-    lr: float
-    momentum: float = 0.0
-    mode: Mode = "train"
-    rule: StepRule | None = None
-
-    @classmethod
-    def of_epochs(
-        cls, examples: int, *, batch_size: int, epochs: int, lr: float, momentum: float, mode: Mode
-    ) -> TappedTraining:
-        """Returns the training of an app that goes through shuffled `examples` in each epoch."""
-        per_epoch = math.ceil(examples / batch_size)
-        return cls(
-            examples=examples,
-            steps=epochs * per_epoch,
-            per_epoch=per_epoch,
-            lr=lr,
-            momentum=momentum,
-            mode=mode,
-        )
-
-    def training(self) -> LocalTraining:
-        """Returns the local training that attacks simulate in place of the app's.
-
-        Several epochs of several batches become one epoch whose learning rate carries the same
-        total weight. Batches that differ in size become equal ones.
-        """
-        again = LocalTraining(
-            algorithm="fedavg",
-            steps=self.steps,
-            batch_size=max(1, round(self.examples / self.per_epoch)),
-            lr=self.lr,
-            momentum=self.momentum,
-            mode=self.mode,
-            batches="same" if self.per_epoch == 1 and self.steps > 1 else "different",
-            rule=self.rule,
-        )
-        if self.per_epoch == 1 or self.steps <= self.per_epoch:
-            return again
-        rule = self.rule
-        if rule is not None and rule.rates is not None:
-            # A warm-up may have rates of 0 all through its first epoch: nothing to scale, so `lr`
-            # serves.
-            first = rule.rates[: self.per_epoch]
-            rule = replace(rule, rates=first if any(first) else None)
-        once = replace(again, steps=self.per_epoch, rule=rule)
-        # With momentum a gradient moves the weights in later steps, too; `step_weights` counts
-        # that.
-        weight = sum(step_weights(again)) / sum(step_weights(once))
-        if rule is not None and rule.rates is not None:
-            rule = replace(rule, rates=tuple(weight * each for each in rule.rates))
-        return replace(once, lr=self.lr * weight, rule=rule)
-
-
-def gradient_of(examples: int, mode: Mode) -> LocalTraining:
-    """Returns the training of a client that answers the gradient of all its `examples`."""
-    return LocalTraining(algorithm="fedsgd", steps=1, batch_size=examples, lr=1.0, mode=mode)
+    Several epochs, of `per_epoch` of the `steps` each, become one whose learning rate carries the
+    same total weight. Batches that differ in size become equal ones.
+    """
+    again = LocalTraining(
+        algorithm="fedavg",
+        steps=steps,
+        batch_size=max(1, round(examples / per_epoch)),
+        lr=lr,
+        momentum=momentum,
+        mode=mode,
+        batches="same" if per_epoch == 1 and steps > 1 else "different",
+        rule=rule,
+    )
+    if per_epoch == 1 or steps <= per_epoch:
+        return again
+    if rule is not None and rule.rates is not None:
+        # A warm-up may have rates of 0 all through its first epoch: nothing to scale, so `lr`
+        # serves.
+        first = rule.rates[:per_epoch]
+        rule = replace(rule, rates=first if any(first) else None)
+    once = replace(again, steps=per_epoch, rule=rule)
+    # With momentum a gradient moves the weights in later steps, too; `step_weights` counts that.
+    weight = sum(step_weights(again)) / sum(step_weights(once))
+    if rule is not None and rule.rates is not None:
+        rule = replace(rule, rates=tuple(weight * each for each in rule.rates))
+    return replace(once, lr=lr * weight, rule=rule)
 
 
 def freeze_unsent(model: nn.Module, exchange: Exchange, prefix: str) -> None:

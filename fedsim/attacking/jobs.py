@@ -211,6 +211,7 @@ def score_answer(
             write_tensors(path, scoring.tensors_to_save(found, truth, scores, aids))
         except Exception as error:  # a third party's attack may answer anything
             reason = reason_of(error)
+    losses = truth.local_losses
     request = GuessRequest(
         truth=truth, found=found, granted=setting.granted, observation=observation
     )
@@ -227,10 +228,13 @@ def score_answer(
         # The guess needs no answer, so that rows of failed attacks have its scores as well.
         baseline=scoring.score_guess(request, aids),
         chances=scoring.measure_chances(request, aids),
-        victims=_victims(truth),
+        victims=[
+            f"{rng.of_bytes(one.contiguous().numpy().tobytes()):016x}"
+            for one in truth.victims().cpu()
+        ],
         tensor_bound=bound,
         cost=cost(solution) if solution else _cost_of_failure(answer.seconds),
-        local_losses=_local_losses(truth),
+        local_losses=None if losses is None else (float(losses[0]), float(losses[1])),
     )
 
 
@@ -243,18 +247,6 @@ def cost(solution: Solution) -> dict[str, float | int | None]:
         "iterations_per_second": iterations / seconds if iterations and seconds else None,
         "peak_memory_bytes": solution.peak_memory_bytes,
     }
-
-
-def _local_losses(truth: Truth) -> tuple[float, float] | None:
-    if truth.local_losses is None:
-        return None
-    before, after = truth.local_losses.tolist()
-    return before, after
-
-
-def _victims(truth: Truth) -> list[str]:
-    each = truth.victims().cpu()
-    return [f"{rng.of_bytes(one.contiguous().numpy().tobytes()):016x}" for one in each]
 
 
 def result_without_attack(observation: Observation, status: Status, reason: str) -> Result:

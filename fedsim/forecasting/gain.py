@@ -331,32 +331,6 @@ def spectrum(
     )
 
 
-def slope_share(
-    update_map: UpdateMap,
-    images: Tensor,
-    labels: Tensor,
-    way: Tensor,
-    error: Tensor | None,
-    distance: float,
-) -> float:
-    """Returns the share of the squared distance to the truth that the slope explains.
-
-    U is the update map, p = images + distance * way, r = U(p) - U(images), and J the derivative of
-    U at p. The share is <J'(r - error), distance * way> / |r|²; 0 if r is 0. It is 1 where U is
-    linear and the update exact. `way` is the guess less the truth, and `error` (m,) that of the
-    observed update; None if there is none.
-    """
-    at = images + distance * way
-    residual = update_map(at, labels) - update_map(images, labels)
-    square = float(residual.square().sum())
-    if square == 0:
-        return 0.0
-    # An attacker follows the update as it is seen, with its error in it.
-    aim = residual if error is None else residual - error
-    (slope,) = update_map.pull_back(at, labels, [aim])
-    return float((slope * way).sum()) * distance / square
-
-
 DESCENT_STEPS = 80
 """T: accelerated steps of a matching attack, set on ten deployments of benchmarks/preflight.py."""
 STALL_SHARE = 0.25
@@ -431,7 +405,7 @@ def gain_of(error: float) -> float:
 
 @dataclass(frozen=True)
 class _Case:
-    """One draw of stand-in images."""
+    """One draw of stand-in images, and the way from them to the guess."""
 
     update_map: UpdateMap
     images: Tensor
@@ -483,21 +457,30 @@ def _case(plan: UpdatePlan, observation: Observation, draw: int, largest: int) -
     return _Case(update_map, images, labels, way, disturbed)
 
 
+def slope_share(case: _Case, distance: float) -> float:
+    """Returns the share of the squared distance to the truth that the slope explains.
+
+    U is the update map, p = images + distance * way, r = U(p) - U(images), and J the derivative of
+    U at p. The share is <J'(r - error), distance * way> / |r|²; 0 if r is 0. It is 1 where U is
+    linear and the update exact.
+    """
+    at = case.images + distance * case.way
+    residual = case.update_map(at, case.labels) - case.update_map(case.images, case.labels)
+    square = float(residual.square().sum())
+    if square == 0:
+        return 0.0
+    # An attacker follows the update as it is seen, with its error in it.
+    error = case.disturbance.error
+    aim = residual if error is None else residual - error
+    (slope,) = case.update_map.pull_back(at, case.labels, [aim])
+    return float((slope * case.way).sum()) * distance / square
+
+
 def _stall(cases: Sequence[_Case]) -> float:
     """Returns t_s: where the mean share that the slope explains falls below `STALL_SHARE`."""
     before = 1.0, math.inf
     for distance in DISTANCES:
-        shares = [
-            slope_share(
-                case.update_map,
-                case.images,
-                case.labels,
-                case.way,
-                case.disturbance.error,
-                distance,
-            )
-            for case in cases
-        ]
+        shares = [slope_share(case, distance) for case in cases]
         share = sum(shares) / len(shares)
         if share < STALL_SHARE:
             # It stalls at the guess itself.

@@ -119,11 +119,9 @@ def preflight_file(
             raise FedsimError(
                 "--set: a run has its settings; name the scenario file to change them"
             )
-        return _forecasts(plans_of_run(path), tell)
-    return _forecasts(plans_of_scenario(path, overrides), tell)
-
-
-def _forecasts(plans: Sequence[UpdatePlan], tell: Callable[[int, int], None]) -> list[Forecast]:
+        plans = plans_of_run(path)
+    else:
+        plans = plans_of_scenario(path, overrides)
     forecasts = []
     for number, plan in enumerate(plans):
         tell(number, len(plans))
