@@ -41,10 +41,7 @@ class Faces(DataSource):
 
     def load(self) -> Dataset:
         """Loads the set."""
-        import skimage.data
-
-        data: Any = skimage.data
-        images = _resize_grey(data.lfw_subset(), self.size)
+        images = _faces(self.size)
         # scikit-image lists its 100 faces first, then its 100 crops without a face.
         labels = torch.arange(len(images)) // 100
         return _dataset("faces", images, labels, ("face", "not face"), (0.37,), (0.27,))
@@ -68,12 +65,7 @@ class Digits(DataSource):
 
     def load(self) -> Dataset:
         """Loads the set."""
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        # scikit-learn's grey levels are whole numbers from 0 to 16.
-        images = _resize_grey(digits.images / 16, self.size)
-        labels = torch.from_numpy(digits.target).long()
+        images, labels = _digits(self.size)
         classes = tuple(str(digit) for digit in range(10))
         return _dataset("digits", images, labels, classes, (0.31,), (0.35,))
 
@@ -97,15 +89,36 @@ class Photos(DataSource):
 
     def load(self) -> Dataset:
         """Cuts the photographs into crops, and loads them."""
-        photographs = _photographs()
-        crops = torch.cat([_crops(picture) for picture in photographs.values()])
-        classes = tuple(photographs)
+        crops, classes = _photos()
         if self.halves:
             classes = tuple(f"{name}, {half}" for name in classes for half in ("upper", "lower"))
         # A photograph's crops come in reading order, so its first 20 are the upper ones.
         labels = torch.arange(len(classes)).repeat_interleave(len(crops) // len(classes))
         mean, std = (0.49, 0.40, 0.34), (0.29, 0.24, 0.25)
         return _dataset("photos", crops, labels, classes, mean, std)
+
+
+def _faces(size: int) -> Tensor:
+    """Returns all images (N, 1, size, size)."""
+    import skimage.data
+
+    data: Any = skimage.data
+    return _resize_grey(data.lfw_subset(), size)
+
+
+def _digits(size: int) -> tuple[Tensor, Tensor]:
+    """Returns all images (N, 1, size, size) and their labels (N,)."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    # scikit-learn's grey levels are whole numbers from 0 to 16.
+    return _resize_grey(digits.images / 16, size), torch.from_numpy(digits.target).long()
+
+
+def _photos() -> tuple[Tensor, tuple[str, ...]]:
+    """Returns the crops of each photograph after those of the one before, and their names."""
+    photographs = _photographs()
+    return torch.cat([_crops(picture) for picture in photographs.values()]), tuple(photographs)
 
 
 def _photographs() -> Mapping[str, Image]:
