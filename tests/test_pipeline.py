@@ -32,10 +32,7 @@ SCENARIO: dict[str, Any] = {
         "noise": [{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 2.0}],
         "sum": ["aggregate"],
     },
-    "attacks": [
-        {"name": "label_inference"},
-        {"name": "idlg", "iterations": 6},
-    ],
+    "attacks": [{"name": "label_inference"}, {"name": "idlg", "iterations": 6}],
     "observe": {"rounds": [1, "last"], "clients": [1], "batch_sizes": [1, 2], "trials": 2},
     "knowledge": {"labels": "inferred"},
 }

@@ -91,15 +91,6 @@ def test_faces_are_faces(loaded):
         assert max(depth_of_eyes(images, labels, 1)) < 0.05
 
 
-def test_digits_at_8_pixels_are_scikit_learns():
-    from sklearn.datasets import load_digits
-
-    data = Digits(size=8).load()
-    raw = torch.from_numpy(load_digits().images)
-    images = torch.cat([data.train_images, data.test_images])[:, 0].double() * 16 / 255
-    assert sorted(images.round().flatten(1).tolist()) == sorted(raw.flatten(1).tolist())
-
-
 def test_photos_are_crops_of_the_photographs_that_do_not_overlap(loaded):
     import skimage.data
     from PIL import Image

@@ -269,11 +269,7 @@ def test_wrong_rows_are_refused_with_their_lines(write, row, said):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [
-        (b"", "no column 'file'"),
-        (b"file,class\n", "no column 'label'"),
-        (b"\xff\xfe\x00", "UTF-8"),
-    ],
+    [(b"", "no column 'file'"), (b"file,class\n", "no column 'label'"), (b"\xff\xfe\x00", "UTF-8")],
 )
 def test_a_wrong_csv_is_refused(write, content, said):
     files = FLAT if content is None else {**FLAT, "labels.csv": content}
@@ -434,11 +430,7 @@ def test_photographs_are_turned_upright(write):
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
     ("mode", "colour", "seen"),
-    [
-        ("RGBA", (0, 0, 0, 0), 255),
-        ("RGBA", (0, 0, 0, 128), 127),
-        ("L", 77, 77),
-    ],
+    [("RGBA", (0, 0, 0, 0), 255), ("RGBA", (0, 0, 0, 128), 127), ("L", 77, 77)],
 )
 def test_what_is_transparent_is_white(write, mode, colour, seen, channels):
     shown = only(write, png(colour, mode=mode), channels=channels)

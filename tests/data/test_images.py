@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from PIL import Image
 
-from fedsim.data.images import from_pil, resize, statistics, stratified_split
+from fedsim.data.images import statistics, stratified_split
 
 
 def test_statistics_are_those_of_the_pixels():
@@ -34,13 +33,3 @@ def test_split_is_stratified_disjoint_and_a_function_of_the_labels():
     assert torch.equal(again[1], test)
     assert not torch.equal(stratified_split(labels, 0.2, "y")[1], test)
     assert test[:10].tolist() != list(range(10))
-
-
-def test_resize_averages_where_it_reduces():
-    checker = torch.zeros(64, 64, dtype=torch.uint8)
-    checker[::2, ::2] = checker[1::2, 1::2] = 200
-    picture = Image.fromarray(checker.numpy())
-    small = from_pil(resize(picture, 8, 8))
-    assert int(small.min()) >= 95
-    assert int(small.max()) <= 105
-    assert resize(picture, 64, 64) is picture

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.scoring import (
-    Guesser,
-    ScoringError,
-    mean_image,
-    near_copies,
-    score,
-)
+from fedsim.scoring import Guesser, ScoringError, mean_image, near_copies, score
 from fedsim.targets.images import ImageAid
 from fedsim.types import GroundTruth, Reconstruction
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,75 +27,47 @@ LPIPS = LpipsMetric("alex", "0" * 64, AbsoluteDifference())
 def pairs(what: str) -> tuple[ScoredPair, ScoredPair, ScoredPair | None]:
     """A perfect answer, a poor one, and one that knows nothing of any data."""
     stream = torch.Generator().manual_seed(0)
+    aid: Any = None
+    perfect: torch.Tensor | None = None
+    blind: torch.Tensor | None = None
     if what == "images":
-        truth, other = (torch.rand(4, 3, 32, 32, generator=stream) for _ in range(2))
-        return (
-            ScoredPair(claimed=truth, truth=truth, aid=ImageAid(lpips=LPIPS)),
-            ScoredPair(claimed=other, truth=truth, aid=ImageAid(lpips=LPIPS)),
-            None,
-        )
-    if what == "features":
-        truth, other = (torch.randn(4, 16, generator=stream).double() for _ in range(2))
-        zero = torch.zeros_like(truth)
-        return (
-            ScoredPair(claimed=truth, truth=truth, unordered=truth),
-            ScoredPair(claimed=other, truth=truth, unordered=other),
-            ScoredPair(claimed=zero, truth=truth, unordered=zero),
-        )
-    if what == "labels":
+        truth, poor = (torch.rand(4, 3, 32, 32, generator=stream) for _ in range(2))
+        aid = ImageAid(lpips=LPIPS)
+    elif what == "features":
+        truth, poor = (torch.randn(4, 16, generator=stream).double() for _ in range(2))
+        blind = torch.zeros_like(truth)
+    elif what == "labels":
         truth = torch.tensor([0, 1, 2, 3])
-        return (
-            ScoredPair(claimed=truth, truth=truth),
-            ScoredPair(claimed=truth + 4, truth=truth),
-            None,
-        )
-    if what == "rows":
-        truth, other = (torch.rand(4, 6, generator=stream).double() * 2 - 1 for _ in range(2))
-        return ScoredPair(claimed=truth, truth=truth), ScoredPair(claimed=other, truth=truth), None
-    if what == "records":
-        truth, other = (torch.rand(4, 5, generator=stream) for _ in range(2))
-        columns = torch.tensor([0, 1, 1, 1, 2])
-        return (
-            ScoredPair(claimed=truth, truth=truth, aid=columns),
-            ScoredPair(claimed=other, truth=truth, aid=columns),
-            None,
-        )
-    if what == "classes":
+        poor = truth + 4
+    elif what == "rows":
+        truth, poor = (torch.rand(4, 6, generator=stream).double() * 2 - 1 for _ in range(2))
+    elif what == "records":
+        truth, poor = (torch.rand(4, 5, generator=stream) for _ in range(2))
+        aid = torch.tensor([0, 1, 1, 1, 2])
+    elif what == "classes":
         truth = torch.eye(4)
-        return (
-            ScoredPair(claimed=truth, truth=truth),
-            ScoredPair(claimed=truth.flip(0), truth=truth),
-            None,
-        )
-    if what in ("client_class_shares", "client_column_shares"):
+        poor = truth.flip(0)
+    elif what in ("client_class_shares", "client_column_shares"):
         truth = torch.tensor([[0.7, 0.3], [0.1, 0.9]])
-        return (
-            ScoredPair(claimed=truth, truth=truth),
-            ScoredPair(claimed=truth.flip(1), truth=truth),
-            None,
-        )
-    if what == "class_shares":
+        poor = truth.flip(1)
+    elif what == "class_shares":
         truth = torch.tensor([0.7, 0.3])
-        return (
-            ScoredPair(claimed=truth, truth=truth),
-            ScoredPair(claimed=truth.flip(0), truth=truth),
-            None,
-        )
-    if what == "source":
-        source, labels = torch.arange(4000) % 4, torch.arange(4000) // 4 % 5
-        scores, known = torch.eye(4)[source], (labels, torch.ones(4, 5))
-        return (
-            ScoredPair(claimed=scores, truth=source, aid=known),
-            ScoredPair(claimed=scores.roll(1, 1), truth=source, aid=known),
-            ScoredPair(claimed=torch.rand(4000, 4, generator=stream), truth=source, aid=known),
-        )
-    members = torch.arange(4000) % 2 == 0
-    coin = torch.rand(4000, generator=stream)
-    return (
-        ScoredPair(claimed=members.double(), truth=members),
-        ScoredPair(claimed=-members.double(), truth=members),
-        ScoredPair(claimed=coin, truth=members),
-    )
+        poor = truth.flip(0)
+    elif what == "source":
+        truth = torch.arange(4000) % 4
+        perfect, aid = torch.eye(4)[truth], (torch.arange(4000) // 4 % 5, torch.ones(4, 5))
+        poor, blind = perfect.roll(1, 1), torch.rand(4000, 4, generator=stream)
+    else:
+        truth = torch.arange(4000) % 2 == 0
+        perfect, blind = truth.double(), torch.rand(4000, generator=stream)
+        poor = -perfect
+
+    def pair(claimed: torch.Tensor) -> ScoredPair:
+        unordered = claimed if what == "features" else None
+        return ScoredPair(claimed=claimed, truth=truth, unordered=unordered, aid=aid)
+
+    knows_nothing = None if blind is None else pair(blind)
+    return pair(truth if perfect is None else perfect), pair(poor), knows_nothing
 
 
 def value(metric: Metric, pair: ScoredPair) -> float:

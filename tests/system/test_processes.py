@@ -192,10 +192,7 @@ main()
 
 @pytest.mark.parametrize(
     ("number", "module", "times"),
-    [
-        (signal.SIGINT, "typer", "twice"),
-        (signal.SIGHUP, "torch", "once"),
-    ],
+    [(signal.SIGINT, "typer", "twice"), (signal.SIGHUP, "torch", "once")],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_an_interrupt_that_comes_early_or_twice(
