@@ -93,10 +93,7 @@ def describe_left_out(described: Dataset | Table) -> list[str]:
 
 
 def describe_near_copies(server: Server) -> list[str]:
-    """Returns at most one line, on images of observed clients that nearly copy public images.
-
-    There is none for clients elsewhere: their rows say it once the truth is there.
-    """
+    """Returns at most one line, on images of observed clients here that nearly copy public ones."""
     if not isinstance(server, Workload) or not isinstance(server.dataset, Dataset):
         return []
     if server.dataset.columns:
@@ -184,7 +181,7 @@ def accept(
     """Loads a variant's data, checks everything about it (`federation.refusals`), and returns both.
 
     Without `out`, the run's folder, clients that are elsewhere hold what the scenario's own source
-    deals to them; `link` leads to their nodes. `quiet` keeps accountants' progress to themselves.
+    deals.
     """
     scenario = variant.scenario
     # A device that is not there is refused before any data are loaded.

@@ -1,7 +1,4 @@
-"""Attacks what a tap recorded of anybody's Flower app, in a run's folder as `fedsim run` fills it.
-
-The recording holds what the server saw. What an attacker knows besides is said here or witnessed.
-"""
+"""Attacks, in a run's folder, what a tap recorded of anybody's app and a witness saw beside it."""
 
 from __future__ import annotations
 
@@ -311,11 +308,7 @@ DEFAULT_ATTACKS: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AssessSettings:
-    """Options of `fedsim.assess`.
-
-    Raises:
-        FedsimError: no client is to be attacked, or an attack needs what is not granted.
-    """
+    """Options of `fedsim.assess`, which refuses attacks that need what is not granted."""
 
     mean: Sequence[float] | None = None
     """Mean of each channel, which the app normalizes pixels in [0, 1] by; default 0."""
@@ -330,8 +323,7 @@ class AssessSettings:
     prefix: str = ""
     """Text before the names that the app sends in the model's own, if it sends a part."""
     local: Mapping[str, float] | None = None
-    """Local training: `batch_size` and `lr`, maybe `epochs` and `momentum`; default what the
-    witness saw."""
+    """Local training: `batch_size` and `lr`, maybe `epochs`, `momentum`; default as witnessed."""
     defenses: Sequence[Mapping[str, object]] = ()
     """What the app's clients do to their update before it leaves, as in a scenario."""
     attacks: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: DEFAULT_ATTACKS)
@@ -419,10 +411,7 @@ def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
 def command_of(
     source: Path, model: nn.Module | str, homes: Sequence[str | Path], asked: AssessSettings
 ) -> str:
-    """Returns the shell command that repeats the assessment of the run in `source`.
-
-    A model that is an object is named by its class, which may not be what builds it.
-    """
+    """Returns the shell command that repeats the assessment; a model is named by its class."""
     named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__name__}"
     words = ["fedsim", "assess", str(source.absolute()), "--model", named, "--out", "again"]
     for home in homes:
@@ -470,8 +459,8 @@ _CALL = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(?P<ca
 def built_model(named: str) -> nn.Module:
     """Imports and builds the model that `named` says, or refuses; a model is returned as it is.
 
-    `named` is `module:Class` or `module:function(key=value)`, whose values are literals. The
-    current folder is put first in `sys.path` and stays there.
+    `named` is `module:Class` or `module:function(key=value)`; `sys.path` then begins with this
+    folder.
     """
     match = _CALL.fullmatch(named.strip())
     if not match:

@@ -34,8 +34,7 @@ class AppTraining:
     """Local training and defenses of the app's clients, declared or found.
 
     `local` declares their training by the keys batch_size and lr, and perhaps epochs and momentum;
-    None: it is read off what was witnessed. `defenses` are written as in a scenario, and are built
-    at once. `notes` gathers lines for the report, and `stack` names the defenses in it.
+    None: it is read off what was witnessed. `notes` gathers lines for the report.
     """
 
     def __init__(
@@ -206,8 +205,7 @@ def simulate_training(
 ) -> LocalTraining:
     """Returns the local training that attacks simulate in place of an app's.
 
-    Several epochs, of `per_epoch` of the `steps` each, become one whose learning rate carries the
-    same total weight. Batches that differ in size become equal ones.
+    Several epochs become one whose learning rate carries the same total weight, and batches equal.
     """
     again = LocalTraining(
         algorithm="fedavg",
@@ -251,10 +249,7 @@ def observe_exchange(
     answer: TappedAnswer,
     prefix: str,
 ) -> Observation:
-    """Returns the observation of one exchange of an undefended client with this `model`.
-
-    `answer` says what the client sent, and `prefix` stands before the app's names in the model's.
-    """
+    """Returns the observation of one exchange of an undefended client with this `model`."""
     before = _own_names(exchange.read_broadcast(), model, prefix)
     after = _own_names(exchange.read_reply(), model, prefix)
     trained = {name for name, _ in model.named_parameters()}

@@ -1,8 +1,4 @@
-"""The privacy settings that a tap and a witness found in an app: what they claim, and what holds.
-
-Mods and filters become defenses of the same effect, whose claim is the ledger's. The server's noise
-is accounted for those who see its model and nothing else.
-"""
+"""The privacy settings that a tap and a witness found: what they claim, and what holds."""
 
 from __future__ import annotations
 
@@ -69,11 +65,7 @@ class PrivacySettings:
     """Number of the last recorded round, which bounds the times that a client took part."""
 
     def describe_privacy(self, each: Picked, training: LocalTraining) -> tuple[Row, list[str]]:
-        """Returns the `privacy` of an attacked client against the server, and lines about it.
-
-        It has the fields of a `PrivacyClaim`, with the text `inf` for an infinite ε, and is empty
-        where nothing was found that claims any.
-        """
+        """Returns a client's `privacy` against the server, if any is claimed, and lines on it."""
         found, lines = self.defenses, []
         privacy: Row = {}
         if found and found.parts:
@@ -137,8 +129,7 @@ def read_privacy(
 ) -> PrivacySettings:
     """Returns the privacy settings of a recorded app with at least one exchange.
 
-    `mods` has, by message id, those of the client that answered, outermost first, and `strategies`
-    the server's; None if unknown. `left_out` has lines that say why the tap left messages out.
+    `mods` has, by message id, those of the client that answered, outermost first; None if unknown.
     """
     found = _read_defenses(exchanges, mods)
     doubts = [line for line in left_out if line.startswith((TWICE, CHANGED, NO_ROOM))]

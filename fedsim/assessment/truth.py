@@ -27,8 +27,7 @@ class Picked:
     exchange: Exchange
     testimony: Testimony
     number: int
-    """Number of the client, from 0: its partition-id where all nodes have one of their own, else
-    its node's place by node id."""
+    """The client's partition-id where all nodes have one of their own, else its node's place."""
 
 
 def pick(
@@ -81,10 +80,7 @@ def _numbers(exchanges: Sequence[Exchange], said: Mapping[str, Testimony]) -> Ma
 
 @dataclass(frozen=True)
 class Examples:
-    """Reads what clients trained on, and undoes the app's normalization.
-
-    `mean` and `std` have an entry for each channel; None for 0 and 1, where images are in [0, 1].
-    """
+    """Reads what clients trained on, and undoes the app's normalization."""
 
     mean: Sequence[float] | None
     std: Sequence[float] | None
@@ -92,10 +88,7 @@ class Examples:
     """Number of outputs of the model."""
 
     def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
-        """Returns pixels in [0, 1] (N, C, H, W) and labels (N,) that a witness saw, on the CPU.
-
-        A pixel outside [0, 1], a label of no class, and another number of channels are refused.
-        """
+        """Returns pixels in [0, 1] (N, C, H, W) and labels (N,), or refuses what is neither."""
         images, labels = testimony.images()
         outside = labels[(labels < 0) | (labels >= self.classes)]
         if len(outside):
@@ -128,10 +121,9 @@ class Examples:
 def guesser_of(
     said: Mapping[str, Testimony], picked: Sequence[Picked], examples: Examples, notes: list[str]
 ) -> tuple[scoring.Guesser, bool]:
-    """Learns the zero-information guess from what clients that are not `picked` trained on.
+    """Learns the zero-information guess from clients that are not `picked`, if there are any.
 
-    Without such clients it is learned from the victims' own images, and `notes` get a caution. Also
-    returns whether there were such clients.
+    Else it is learned from the victims' own images, and `notes` get a caution. Also returns which.
     """
     victims = {each.exchange.node_id for each in picked}
     # One testimony per client, so that its images do not count once for each round.

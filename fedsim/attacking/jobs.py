@@ -1,7 +1,4 @@
-"""Defines jobs of the attack stage: each is one attack on one observation, scored and written.
-
-A job's result depends neither on which worker ran it nor on when (`fedsim.attacking.running`).
-"""
+"""Defines jobs of the attack stage: each is one attack on one observation, scored and written."""
 
 from __future__ import annotations
 
@@ -110,8 +107,7 @@ class Result:
     baseline: dict[str, Any]
     """Row of the zero-information guess, see `scoring.score_guess`."""
     victims: list[str] | None
-    """Digest of each true image or row that took part, in the order of the truth. None for an
-    update that was never recorded."""
+    """Digest of each true image or row that took part; None if nothing was recorded."""
     tensor_bound: TensorBound | None
     """What theory predicts of the attack's error; None if it speaks of other attacks."""
     chances: dict[str, GuessChances] = field(default_factory=dict)
@@ -119,8 +115,7 @@ class Result:
     cost: dict[str, float | int | None]
     """Fields that the function `cost` names; all but `seconds` are None if there is no answer."""
     local_losses: tuple[float, float] | None
-    """Mean loss on the true images before and after local training; None for one gradient, and
-    rows."""
+    """Mean loss on the true images before and after local training, where there is one."""
 
 
 def asked_about(
@@ -169,8 +164,7 @@ def seed_of(observation: Observation, label: str) -> int:
 def hide_defenses(observation: Observation) -> Observation:
     """Returns what an attack sees that is not told of the defenses: an undefended update.
 
-    A model that a defense altered stays, since the attacker has its code and weights; so do the
-    local steps. Dropout is hidden, and noise on the rows or statistics of a release.
+    A model that a defense altered stays, since the attacker has its code and weights.
     """
     spec = observation.spec
     if isinstance(spec, ReleaseSpec):
@@ -187,10 +181,7 @@ def hide_defenses(observation: Observation) -> Observation:
 def score_answer(
     job: Job, answer: AttackAnswer, bound: TensorBound | None, setting: Setting, aids: Aids
 ) -> Result:
-    """Scores an attack's answer or failure, writes the reconstruction, and returns the result.
-
-    `bound` is what theory predicts of the error; None if it speaks of other attacks.
-    """
+    """Scores an attack's answer or failure, writes the reconstruction, and returns the result."""
     # No attack is loaded here: it could look for the truth, and its package may be missing.
     observation = load_observation(job.observation, setting.device)
     truth = load_truth(setting.root, observation.id, observation.num_clients)
@@ -250,10 +241,7 @@ def cost(solution: Solution) -> dict[str, float | int | None]:
 
 
 def result_without_attack(observation: Observation, status: Status, reason: str) -> Result:
-    """Returns the result of a job without an attack: nothing is scored or guessed.
-
-    `status` is `failed`, or `unseen` where the vantage shows no update; `reason` says why.
-    """
+    """Returns the result of a job without an attack: nothing is scored or guessed."""
     nothing = scoring.no_metrics()
     return Result(
         observation=observation,

@@ -144,11 +144,7 @@ _AT_BOUND = 1 - 1e-6
 
 
 def remove_truncated(observation: Observation) -> Observation:
-    """Returns the observation with zeros for entries that a defense truncated, declared as removed.
-
-    The observation itself is returned if no defense truncates, or if noise hides which entries were
-    truncated.
-    """
+    """Returns the observation with zeros for entries that are seen to be truncated, as removed."""
     effect = observation.effect
     if effect.truncated is None or effect.noisy:
         return observation
@@ -172,13 +168,8 @@ def hand_over_row(
 ) -> Knowledge:
     """Returns the knowledge for a question about the row `target`.
 
-    Args:
-        truth: All rows that may have taken part.
-        target: The index of the row that the attack is after.
-        granted: What the threat model grants.
-        asked: Whether the attack says of the row if it took part; else it recovers it.
-        exchanged: Draws the client's row that is withheld where the target did not take part, if
-            any.
+    Attacks are `asked` whether the row took part, or to recover it. `exchanged` draws the row of
+    the same client that is withheld where the target did not take part; None withholds none.
     """
     others: tuple[Tensor, ...] = ()
     if granted.rows == "others":
@@ -201,10 +192,9 @@ def hand_over_row(
 
 
 def batch_statistics(observation: Observation, truth: Truth) -> dict[str, Tensor]:
-    """Returns mean and (biased) variance of each channel of the input of each batch-norm layer.
+    """Returns `<layer>.mean` and `<layer>.var` (biased) of each batch norm's input, by channel.
 
-    The names are `<module>.mean` and `<module>.var`. Both are taken under the global weights, in
-    train mode, over all of the victim's images. No attacker has them, though some papers assume it.
+    No attacker has these statistics of all the victim's images, though some papers assume it.
     """
     model = rebuild(observation).train()
     found: dict[str, Tensor] = {}

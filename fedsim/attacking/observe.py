@@ -158,13 +158,8 @@ class VictimModel:
     ) -> Observation:
         """Returns what a server sees of one undefended client's `update` in the first round.
 
-        Args:
-            update: By the names of `model.named_parameters()`, without a prefix: a gradient, or a
-                change of weights, as `observe` explains.
-            training: Local training that the update came from.
-            buffers: New batch-norm buffers by the model's names; None if none were sent.
-            state: Weights and statistics that the client started from, where they are not the
-                model's.
+        All tensors are by the model's own names. `buffers` are new ones of batch norm, if any were
+        sent, and `state` is what the client started from, where that is not the model's.
         """
         names = self._names
         # Differences of state dicts have zeros for frozen parameters: only a change contradicts
@@ -374,8 +369,7 @@ def checked_examples(
 ) -> tuple[Tensor, Tensor]:
     """Returns a caller's images and labels of `spec`'s model, as float32 and int64 on the CPU.
 
-    All but `count` images (C, H, W) with pixels in [0, 1], and their classes, are refused in a
-    message that begins with `where`.
+    Other than `count` images with pixels in [0, 1], and their classes, are refused.
     """
     shape = (count, *spec.input_shape)
     if tuple(images.shape) != shape:

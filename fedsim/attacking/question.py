@@ -90,10 +90,7 @@ def unpack_answers(answers: bytes) -> list[AttackAnswer]:
 
 
 def answer_packed(index: int, questions: bytes) -> bytes:
-    """Returns the packed answers to `pack_questions`, up to and with the first failure.
-
-    It runs in a worker process, and reports progress under the number `index`.
-    """
+    """Returns, in a worker, the packed answers up to a failure; progress is reported as `index`."""
     around = _surroundings()
     observation, rest = pickle.loads(questions)  # noqa: S301 - this process's parent wrote it
     observation = move_tensors(observation, around.device)

@@ -55,10 +55,7 @@ from fedsim.types import Observation, RunFailed
 
 
 class Workers:
-    """The processes of an attack stage, started by its first jobs and kept until the block ends.
-
-    All jobs of a stage have one setting, except for its root.
-    """
+    """Processes of an attack stage, which start with its first jobs and end with the block."""
 
     def __init__(self, count: int) -> None:
         """Prepares `count` processes that attack, and fewer that score."""
@@ -98,10 +95,7 @@ class Workers:
     def score(
         self, setting: Setting, job: Job, answer: AttackAnswer, bound: TensorBound | None
     ) -> Future[Result]:
-        """Scores the answer to a job, and writes the reconstruction below the setting's root.
-
-        If workers are few, this process scores before the call returns.
-        """
+        """Scores the answer to a job, here if workers are few, and writes the reconstruction."""
         if self._scorers is None:
             done: Future[Result] = Future()
             done.set_result(score_answer(job, answer, bound, setting, self._aids))
@@ -135,10 +129,7 @@ def run_jobs(
     on_progress: Callable[[Job, Progress], None],
     on_result: Callable[[Job, Result], None],
 ) -> None:
-    """Runs `jobs` in the processes of `workers`, within their block, and reports as it goes on.
-
-    If a worker dies, most likely for want of memory, a RunFailed says how to go on.
-    """
+    """Runs `jobs` in the processes of `workers`, within their block, and reports as it goes on."""
     if setting.device.startswith("cuda"):
         torch.cuda.empty_cache()  # what this process trained with is the attacks' now
     public = Public.of(setting.root, setting.granted)
@@ -302,11 +293,7 @@ def _shared_setting() -> tuple[Setting, Aids]:
 
 
 def observed_rate(observation: Observation) -> float | None:
-    """Returns theory's error rate of attacks on an observation (`tensor_rate`); None if unknown.
-
-    It is unknown without a two-layer head, if noise is all of the update, and where entries were
-    removed, rounded or mixed.
-    """
+    """Returns theory's error rate of attacks on an observation (`tensor_rate`); None if unknown."""
     head = observation.model.parameters.get("head")
     seen = observation.update.get("head.output.weight")
     variance = update_noise(observation)

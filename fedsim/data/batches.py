@@ -32,7 +32,7 @@ def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
 def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -> Tensor:
     """Returns the `indices` that were dealt to bin `step` modulo `bins`; there may be none.
 
-    `step` counts the client's steps from 0 over all rounds, and `rng` is seeded alike in each.
+    `step` counts from 0 over all rounds, and `rng` is seeded alike in each.
     """
     # The same bins are drawn in each step, so an example takes part in exactly one of any `bins`
     # successive steps.
@@ -44,9 +44,8 @@ def of_trial(
 ) -> Tensor | None:
     """Returns `batch_size` of `indices` for one `step` of a trial; None if too few are left.
 
-    No other trial and no other step draws the same examples. What the first step of a trial draws
-    depends neither on the number of `trials` nor on how many steps there are. `rng` is seeded alike
-    in each trial and step, so that the order stays.
+    No other trial and no other step draws the same examples, and the first step's do not depend on
+    how many there are. `rng` is seeded alike in each trial and step, so that the order stays.
     """
     # Steps are the outer order: in step 0 the slice starts at trial * batch_size, whatever `trials`
     # is.

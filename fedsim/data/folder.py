@@ -44,11 +44,9 @@ class _Labelled:
 
 
 def read_labels(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
-    """Yields the images that the CSV at `labels` in the folder lists, in its order.
+    """Yields the images that the CSV at `labels` in the folder lists, in its order, or refuses.
 
-    The columns are `file`, `label`, and optionally `split` and `client`. Rows are refused by their
-    lines without a label, or with a file that is missing, outside the folder, no image or listed
-    before.
+    The columns are `file`, `label`, and optionally `split` and `client`.
     """
     name = tree.name(labels)
     reader = csv.DictReader(io.StringIO(tree.text(labels)), strict=True)

@@ -40,10 +40,7 @@ def resize(image: Image, width: int, height: int) -> Image:
 
 
 def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[Tensor, Tensor]:
-    """Returns (train, test) indices, sorted and disjoint, with `test_fraction` of each class.
-
-    The split depends on `labels` and `name` alone, so that it never changes for a data source.
-    """
+    """Returns (train, test) indices, by `labels` and `name` alone, with a share of each class."""
     test = torch.zeros(len(labels), dtype=torch.bool)
     for label in sorted(set(labels.tolist())):
         members = (labels == label).nonzero().flatten()
@@ -57,8 +54,7 @@ def split_by_content(
 ) -> tuple[Tensor, Tensor]:
     """Returns (train, test) indices, sorted and disjoint, by a keyed hash of each content.
 
-    The split of an example depends on its content and `name` alone: adding one moves no other, as a
-    privacy claim about one example requires. The test split has about `test_fraction` of all.
+    Adding an example moves no other, as a privacy claim about one example requires.
     """
     key = hashlib.sha256(b"fedsim split\0" + name.encode()).digest()
     # Digests of 8 bytes are uniform below 2^64, so a share `test_fraction` of them lies below this.
@@ -69,10 +65,7 @@ def split_by_content(
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns (means, deviations) of the channels of (N, C, H, W) uint8, as pixels in [0, 1].
-
-    No deviation is below one grey level (1/255), so that normalizing never divides by zero.
-    """
+    """Returns (means, deviations of at least 1/255) of channels of (N, C, H, W) uint8 in [0, 1]."""
     levels = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
     for channel in range(images.shape[1]):
@@ -85,10 +78,9 @@ def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def public_examples(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns test images (P, C, H, W), uint8, that an attacker may be granted, and labels (P,).
+    """Returns test images (P, C, H, W), uint8, or rows (P, D), float32, and their labels (P,).
 
-    In place of images, the `dataset` of a table has rows (P, D), float32. There are at most 10,000
-    and 2^28 values, drawn by `seed` and in the order of the split.
+    There are at most 10,000 and 2^28 values, drawn by `seed` and in the order of the split.
     """
     images = dataset.test_images
     count = min(_MAX_IMAGES, max(1, _MAX_VALUES // images[0].numel()))

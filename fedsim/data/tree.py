@@ -1,7 +1,4 @@
-"""Reads a tree of image files, in a directory or inside a zip archive in place.
-
-Nothing is ever extracted, so a member's name can only be looked up, never written to.
-"""
+"""Reads a tree of image files, in a directory or inside a zip archive; extracts nothing."""
 
 from __future__ import annotations
 
@@ -57,10 +54,9 @@ class UnreadableError(FedsimError):
 
 
 class Tree(ABC):
-    """Gives access to image files by their path relative to the root, a directory or an archive.
+    """Gives access to image files by the parts of their path below the root.
 
-    A path is the tuple of its parts: folders' names, then the file's. A file is visible unless its
-    name or a folder's begins with a dot or `__MACOSX`.
+    A file is visible unless its name or a folder's begins with a dot or `__MACOSX`.
     """
 
     def __init__(self, root: Path) -> None:
@@ -94,8 +90,7 @@ class Tree(ABC):
     ) -> Iterator[tuple[Parts, str]]:
         """Yields the visible files that are not `used`, each with the reason.
 
-        `depth` returns the number of parts that a used path has; None allows any number. Of files
-        at another depth only images are yielded.
+        `depth` returns the number of parts that a used path has; None allows any number.
         """
         for path in self._paths():
             if path in used or not _is_visible(path):

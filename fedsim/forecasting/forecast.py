@@ -70,8 +70,7 @@ class Forecast:
     def reason(self) -> str:
         """Reason, as a clause, why no gain is told; empty if one is.
 
-        The formula covers attacks that match gradients. Where these gain nothing, no gain is told
-        of a first attack by other means, unless noise hides the images from any attack.
+        Where matching gradients gains nothing, no gain is told of a first attack by other means.
         """
         # Noise that hides the images even from an attack without descent hides them from any.
         hidden = self.estimate.ceiling is not None and _answer(self.estimate.ceiling) == "no"
@@ -106,10 +105,7 @@ class Forecast:
         }[self.attackable]
 
     def as_row(self) -> dict[str, Any]:
-        """Returns the fields of this class and of `Estimate` as JSON can hold them.
-
-        `gain` is called `matching_gain`, and `images` `images_computed`.
-        """
+        """Returns this and its `Estimate`, whose `gain` is `matching_gain`, as JSON can."""
         return {
             "stack": self.stack,
             "rounds": list(self.rounds),
@@ -298,10 +294,7 @@ def indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
 def _judge(
     good: bool, name: str, value: str, number: float, why: str, otherwise: str = ""
 ) -> Indicator:
-    """Makes an indicator that helps the attacker if it is `good` for one, and else the client.
-
-    Then `otherwise` says why, where that is something else.
-    """
+    """Makes an indicator that helps the attacker if `good`, and else the client, `otherwise`."""
     side: Advantage = "attacker" if good else "client"
     return Indicator(name, value, number, side, why if good else otherwise or why)
 

@@ -89,8 +89,7 @@ class Disturbance:
     scale: float
     """The factor of clipping; 1 where nothing is scaled."""
     error: Tensor | None
-    """(m,): what pruning, rounding, or anything undeclared does; None where the update is exact
-    but for noise."""
+    """(m,): what is done beside scaling and noise; None where that is nothing."""
     std: float
     """Standard deviation of noise in an entry of y / scale; 0 where `error` includes it."""
 
@@ -100,8 +99,7 @@ def disturbance(
 ) -> Disturbance:
     """Returns what the stack does to the update of these images, as `UpdateMap` orders them.
 
-    Where noise is all that is added, its deviation is the declared one and none is drawn, so that
-    larger noise is never a smaller disturbance. Everything else is computed as a client would.
+    Noise is not drawn where it is all, so that larger noise is never a smaller disturbance.
     """
     effect, clients = observation.effect, observation.num_clients
     altered = _is_altered(effect)
@@ -190,21 +188,15 @@ DISTANCES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
 """Shares of the way from the truth to the guess at which the slope is looked at."""
 LANCZOS_STEPS = 12
 _STEP = 1e-6
-"""Step of a difference quotient in float64, in units of the way from guess to truth. Hardly any
-unit of a network switches within it."""
+"""Step of a difference quotient, in units of the way; hardly any unit switches within it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spectrum:
-    """Eigenvalues of J'J, and the shares that one direction of images has in them.
-
-    The eigenvalues are the nodes that Lanczos finds from the direction (`spectrum`): few of all,
-    and their sum is not the trace of J'J.
-    """
+    """Eigenvalues of J'J that Lanczos finds from one direction of images, and its shares."""
 
     eigenvalues: Tensor
-    """(k,) >= 0, ascending, in squared units of the update per squared unit of normalized
-    pixels."""
+    """(k,) >= 0, ascending, in squared units of the update per pixel's."""
     weights: Tensor
     """(k,) shares of the direction's energy, of sum 1."""
     square: float
@@ -212,11 +204,7 @@ class Spectrum:
 
 
 class UpdateMap:
-    """Map U from normalized images (N, C, H, W) to the mean update of all clients.
-
-    The update is one vector of m entries, in float64. Under fedsgd it is the gradient, else the
-    weights after local training less those before.
-    """
+    """Map U from normalized images (N, C, H, W) to the clients' mean update, (m,) float64."""
 
     def __init__(
         self,
@@ -226,10 +214,7 @@ class UpdateMap:
         training: LocalTraining,
         clients: int,
     ) -> None:
-        """Prepares the function of `clients` that start from `parameters` and `buffers`.
-
-        `model` may have any weights of its own, and is set to float64.
-        """
+        """Prepares the function of `clients`; `model` is set to float64, whatever its weights."""
         self._parameters = {n: t.detach().double() for n, t in parameters.items()}
         state = {n: t.double() if t.is_floating_point() else t for n, t in buffers.items()}
         # Masks of dropout are nobody's to know: their mean is computed.
@@ -239,11 +224,7 @@ class UpdateMap:
         self.names = tuple(self._parameters)
 
     def tensors(self, images: Tensor, labels: Tensor, *, differentiable: bool = False) -> Tensors:
-        """Returns the mean update of all clients, float64, by name of the tensor.
-
-        Client after client holds as many consecutive images, with their labels. `differentiable`
-        says whether the update can be differentiated by the images.
-        """
+        """Returns the mean update, by name, of clients that hold as many images in turn each."""
 
         def direction(parameters: Tensors, x: Tensor, y: Tensor) -> Tensors:
             found = gradient(self._loss, parameters, x, y, create_graph=differentiable)
@@ -292,8 +273,7 @@ def spectrum(
     """Returns eigenvalues of J'J with the shares of the direction `start` in them, by Lanczos.
 
     Weighted sums of a smooth function over these few are close to those over all eigenvalues (Golub
-    and Meurant, Matrices, Moments and Quadrature, 2010). J is taken at normalized `images` (N, C,
-    H, W). Difference quotients step a part of `short`, the length of the way from truth to guess.
+    and Meurant, Matrices, Moments and Quadrature, 2010). `short` is the length from truth to guess.
     """
     short = _STEP * short
     square = float(start.square().sum())
@@ -358,8 +338,7 @@ class Estimate:
     stall: float
     """t_s, 0 to 1: share of the way from truth to guess at which descents stall."""
     unfinished: float | None
-    """Share of the squared error that noise, pruning and limited steps leave, 0 to 1; None where
-    descents stall at the guess, so that nothing else was looked at."""
+    """Share of the squared error that is left, 0 to 1; None where descents stall at the guess."""
     ceiling: float | None
     """dB that noise leaves without a descent; None where there is more or no noise."""
     closed_form: bool

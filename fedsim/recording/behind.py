@@ -32,10 +32,9 @@ class WorkQueue:
         """Id of the thread that works or hands over, which `finish` must not hold up; else 0."""
 
     def later(self, job: Callable[[], None], size: int = 0) -> None:
-        """Runs `job` in another thread after earlier jobs, and returns at once if there is room.
+        """Runs `job`, which holds `size` bytes, in another thread, and returns once there is room.
 
-        A job has to report its failures itself. `size` is the number of bytes that it holds; a job
-        larger than the queue waits alone.
+        A job has to report its failures itself.
         """
         with self._changed:
             while self._bytes and self._bytes + size > self._most:

@@ -54,11 +54,7 @@ _DAMAGED = (OSError, ValueError, TypeError, AttributeError, OverflowError, Recur
 
 
 class Exchange(BaseModel):
-    """Describes one order to train and its answer, without tensors: the JSON beside a reply.
-
-    `config` holds the numbers and short texts of the order, and `metrics` those of the answer: name
-    of a record -> key -> value.
-    """
+    """Describes one order to train and its answer, without tensors: the JSON beside a reply."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -152,11 +148,7 @@ class Recorder:
         return len(list(self.folder.glob(f"round-*/node-{node_id}.json")))
 
     def save_broadcast(self, round: int, arrays: Arrays) -> str | None:
-        """Writes the tensors sent in `round` unless they are there; returns their digest.
-
-        Without room the result is None, and one more is counted as left out. Arrays that
-        `streaming.pieces` refuses raise its FedsimError, here and in `save_reply`.
-        """
+        """Writes the tensors sent in `round`, once, and returns their digest; None without room."""
         digest = streaming.digest_of(arrays)
         path = self._round(round) / _broadcast_name(digest)
         if not path.exists() and not self._write(path, arrays, digest):
@@ -176,14 +168,8 @@ class Recorder:
     ) -> None:
         """Writes one answer; without room, or of a node's second, it is counted as left out.
 
-        Args:
-            reply: Arrays that the client sent.
-            round: Round, counted from 1.
-            node_id: Node that answered.
-            message_id: Id of the order that is answered, by which a client's truth is found.
-            broadcast: Digest that `save_broadcast` returned for that order.
-            config: Settings in the order.
-            metrics: Metrics in the answer.
+        `message_id` is that of the order, by which a client's truth is found, and `broadcast` the
+        digest that `save_broadcast` returned for it.
         """
         base = self._round(round) / f"node-{node_id}"
         # The JSON is written last: where it is, the whole answer is.
@@ -211,8 +197,7 @@ class Recorder:
     def note_parts(self, kind: PartKind, parts: Sequence[DeployedPart]) -> None:
         """Keeps what the app consists of, outermost first; parts that were noted are replaced.
 
-        Mods that differ from those noted before are counted like what is left out, as `CHANGED`. A
-        strategy's settings change with its state, and are not counted.
+        Mods that differ from those noted before are counted as `CHANGED`; strategies have a state.
         """
         before = self._parts.get(kind)
         if before != list(parts):
@@ -304,10 +289,7 @@ def digest_of(exchanges: Sequence[Exchange]) -> str:
 
 
 def run_folder(out: Path, run: int | None = None) -> Path:
-    """Returns the folder of the run of number `run` in `out`; refuses where there is none.
-
-    If `run` is None, it is `out` itself if that is a run's folder, else the run changed last.
-    """
+    """Returns the folder of run `run` in `out`, or `out` itself, or the newest run in it."""
     behind.finish()
     if _RUN.fullmatch(out.name) and run is None and out.is_dir():
         return out
@@ -396,8 +378,7 @@ class DeployedPart(BaseModel):
     name: str = Field(max_length=LONGEST)
     """Import name of its class or function."""
     settings: dict[str, PlainValue] = {}
-    """Public attributes that are numbers, truth values, texts, or lists of texts. Texts are cut to
-    200 characters; infinite numbers and NaN are texts."""
+    """Public attributes that are plain values, as `plain_value` makes them, or lists of texts."""
 
     def number(self, key: str) -> float | None:
         """Returns the setting `key` as a finite number; None if it is missing or anything else."""

@@ -112,10 +112,7 @@ def path_of(root: Path, id: str) -> Path:
 
 
 def save_observation(observation: Observation, root: Path) -> Path:
-    """Writes `observation` below `root/observations`; returns the path of its JSON file.
-
-    The first observation of a round writes the global weights, which all of them share.
-    """
+    """Writes `observation` below `root`, the round's weights once; returns its JSON file."""
     base = root / "observations" / checked_id(observation.id)
     shared = base.parent / GLOBAL
     if not shared.exists():
@@ -185,10 +182,7 @@ def save_public(images: Tensor, root: Path, labels: Tensor | None = None) -> Non
 
 @lru_cache(maxsize=1)
 def load_public(root: Path) -> Tensor:
-    """Reads the run's public images (P, C, H, W), uint8, or rows (P, D), float32.
-
-    The tensor is kept for the next call, so that it must not be changed.
-    """
+    """Reads the run's public images, uint8, or rows, float32; kept, so not to be changed."""
     path = root / _PUBLIC
     if not path.exists():
         raise FedsimError(
@@ -293,10 +287,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def copy_file(path: Path, source: Path, target: Path) -> None:
-    """Copies `path` from below `source` to the same place below `target`, for its owner alone.
-
-    Links on the way to it are refused, and what is no regular file that fits into memory.
-    """
+    """Copies `path` from below `source` to the same place below `target`, for its owner alone."""
     place = path.relative_to(source)
     content = paths.content(paths.refuse_links(path, source), memory.limit())
     write_bytes(target / place, content, private=True)

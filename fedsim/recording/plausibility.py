@@ -18,10 +18,7 @@ _MOST = 1_000_000
 def inconsistencies(
     seen: Observation, parameters: Collection[str], buffers: Collection[str]
 ) -> Iterator[str]:
-    """Yields a text for each fault by which a recording would fail or mislead attacks.
-
-    `parameters` and `buffers` are the names that the recording lists.
-    """
+    """Yields a text for each fault by which a recording, of these names, would mislead attacks."""
     training = seen.training
     if not 1 <= training.steps <= MOST_STEPS:
         yield f"training.steps: expected 1 to {MOST_STEPS}, got {training.steps}"

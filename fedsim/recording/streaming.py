@@ -107,10 +107,9 @@ def size_of(arrays: Arrays) -> int:
 
 
 def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
-    """Writes `arrays` as safetensors, whole or not at all, and returns the digest of the file.
+    """Writes `arrays` as safetensors, whole or not at all, and returns the file's digest.
 
     It does not wait for the disk: after a crash of the machine only the digest tells a torn file.
-    `digest` is that of `digest_of`, where it is known.
     """
     cached = size_of(arrays) < _LARGE
     if digest is not None:

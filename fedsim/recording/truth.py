@@ -80,10 +80,7 @@ def forget_truth(root: Path, id: str, client: int) -> None:
 
 
 def owner(root: Path) -> int | None:
-    """Returns the number of the one client whose truth lies below `root`; None if there is none.
-
-    Truth of several clients is refused, and of one in the place of another.
-    """
+    """Returns the one client whose truth lies below `root`, if any; several are refused."""
     numbers: set[str] = set()
     for path in _files(root):
         of_folder = _SEEN_ALONE.match(path.parent.name)
@@ -99,10 +96,7 @@ def owner(root: Path) -> int | None:
 
 
 def copy(source: Path, target: Path) -> int:
-    """Copies all truth below `source` to below `target`; returns the number of files.
-
-    Nothing is copied where a file is a link, or differs from one that is there: it is refused.
-    """
+    """Copies all truth below `source`, or refuses to if it differs; returns the number of files."""
     found = [paths.refuse_links(path, source) for path in _files(source)]
     for path in found:
         there = target / path.relative_to(source)

@@ -53,8 +53,7 @@ class Witnessed(BaseModel):
     rates: list[Annotated[float, Field(allow_inf_nan=False)]] = []
     """Learning rate of each step; empty in files of earlier versions."""
     factors: list[Annotated[float, Field(allow_inf_nan=False)]] = []
-    """Ratio, by step, of the step's gradient to that of its images' mean loss; empty in old
-    files."""
+    """Ratio, by step, of the step's gradient to that of its images' mean loss, if known."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     class_weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
     proximal: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -136,10 +135,7 @@ def run_of(out: Path, run_id: int) -> Path:
 
 
 def read_witnessed(out: Path, run_id: int) -> Mapping[str, Testimony]:
-    """Returns what was witnessed of a run, by the id of the message that ordered the training.
-
-    `out` is the run's own folder or that of all runs. Where nothing was witnessed it raises.
-    """
+    """Returns what was witnessed of a run, by the id of the message that ordered it, or refuses."""
     # Callers may name the run's own folder, or that of all runs.
     folder = out if out.name == f"run-{run_id}" else run_of(out, run_id)
     found: dict[str, Testimony] = {}

@@ -1,7 +1,6 @@
 """Makes the zero-information guess: the answer of someone who saw no update at all.
 
-A batch of N images is guessed by N images, which are matched to the truths as an attack's are. The
-guesser has public images with labels, of the test split, which no client holds.
+A batch of N is guessed by N images, made of public ones that no client holds.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class Guess:
     images: Tensor
     """(N, C, H, W) pixels in [0, 1]; for a table (N, D) rows on [0, 1]."""
     labels: Tensor
-    """(N,) int64: the likeliest multiset, ascending. If labels are known, the granted ones:
-    ascending too, but of a table in the order in which they were given."""
+    """(N,) int64: the granted ones if they are known, or the likeliest multiset; ascending."""
     public: int
     """Number of public images, or rows, that the guess was learned from."""
     public_per_image: float
@@ -245,11 +243,7 @@ def _outlines(images: Tensor) -> Tensor:
 
 
 def guess_problem(public: int, public_per_image: float, copies: int = 0) -> str | None:
-    """Returns why a guess is poor, in words; None if it is good.
-
-    It is good from 20 public images for each guessed one (`public_per_image`) on, without `copies`:
-    attacked images with near copies among the public ones.
-    """
+    """Returns why a guess is poor: by `copies`, or fewer than 20 public images each; else None."""
     if copies:
         return (
             f"of {copies} attacked image{'s' * (copies != 1)} a public image is a near copy: the "

@@ -170,8 +170,7 @@ _PUBLISHED: dict[Backbone, str] = {
     "vgg": "vgg16-397923af.pth",
     "squeeze": "squeezenet1_1-b8a52dc0.pth",
 }
-"""Backbone -> file name of torchvision's ImageNet weights, which ends with the first 8 digits of
-the file's SHA-256."""
+"""Backbone -> file of torchvision's weights, which ends with digits of its SHA-256."""
 
 _BATCH = 16
 
@@ -189,11 +188,7 @@ class LpipsMetric:
     model: nn.Module = field(repr=False)
 
     def __call__(self, reconstruction: Tensor, truth: Tensor) -> Tensor:
-        """Compares (N, C, H, W) pixels, C = 1 or 3; returns (N,) float64.
-
-        Gray images are repeated to three channels, pixels scaled to [-1, 1] as the metric expects,
-        and images with a side below `MINIMUM_SIDE` enlarged bilinearly until it has that length.
-        """
+        """Compares (N, C, H, W) pixels, C = 1 or 3, enlarged to `MINIMUM_SIDE`; returns (N,)."""
         with torch.no_grad():
             values = [
                 self.model(_prepare(reconstruction[chunk]), _prepare(truth[chunk])).flatten()

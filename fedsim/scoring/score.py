@@ -34,14 +34,11 @@ class Scores:
     means: Mapping[str, float]
     """Metric -> mean over the batch; a metric that does not apply is missing."""
     per_image: dict[str, list[float]]
-    """Metric -> one value per scored true image or row, in the order of the truth; principal angles
-    ascending."""
+    """Metric -> one value per scored true image or row, in order; principal angles ascending."""
     assignments: Mapping[str, list[int]]
-    """Part -> index of the reconstruction scored against each truth; -1 for none. Parts that are
-    never matched are missing."""
+    """Matched part -> index of the reconstruction scored against each truth; -1 for none."""
     missing: int
-    """Number of true images without a reconstruction or a guess in its place; metrics leave them
-    out."""
+    """Number of true images without an answer or a guess, which metrics leave out."""
     notes: dict[str, str]
     """Metric -> why it has no value, or how it was computed where only like values compare."""
 
@@ -122,10 +119,7 @@ def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
 
 
 def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
-    """Returns a row's `baseline`: scores of one with the attack's grants who saw no update.
-
-    Fields are None where nothing was guessed, and `per_image` is empty.
-    """
+    """Returns a row's `baseline`: scores of one with the attack's grants who saw no update."""
     guesses = [target.guess(request, aids) for target in targets().values()]
     made = [guess for guess in guesses if guess is not None]
     fields: dict[str, Any] = {"name": None, **NOT_LEARNED, "per_image": {}, **no_metrics()}
@@ -138,10 +132,7 @@ def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
 
 
 def measure_chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, GuessChances]:
-    """Returns the chance that a guess reaches each level of a metric, by the metric's name.
-
-    The result is empty for an update without noise: nothing is random there.
-    """
+    """Returns the chance that a guess reaches each level of a metric, for updates with noise."""
     seen = request.observation
     if seen is None or not seen.effect.noise:
         return {}
@@ -155,10 +146,7 @@ def measure_chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Gu
 def tensors_to_save(
     found: Reconstruction, truth: Truth, scores: Scores, aids: Aids
 ) -> dict[str, Tensor]:
-    """Returns the truth and, in the order of the truth, exactly what was scored against it.
-
-    The keys are the names by which each target saves its tensors (`Target.saved_as`).
-    """
+    """Returns the truth and, in its order, what was scored against it, as `Target.saved_as`."""
     tensors: dict[str, Tensor] = {}
     for target in targets().values():
         tensors |= target.tensors_to_save(found, truth, scores.assignments, aids)
@@ -180,9 +168,7 @@ def read_saved(tensors: Tensors) -> tuple[Reconstruction, Truth]:
 def score_other(own: Tensors, other: Tensors, pairs: list[int]) -> Scores:
     """Scores an attack's answer to another update against the truth of this one: the control.
 
-    `own` and `other` are saved tensors (`tensors_to_save`). `pairs` has the index of the other
-    update's row that stands in each row's place, for targets whose rows are asked for one at a
-    time.
+    `own` and `other` are saved tensors, and `pairs` the other's row in each row's place.
     """
     (_, truth), (made, _) = read_saved(own), read_saved(other)
     answers = {
@@ -199,10 +185,7 @@ LENGTH = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """How many images of an answer an attack certifies, and how many of these are wrong.
-
-    To certify is to know, without any truth, that features and labels are right.
-    """
+    """How many images of an answer an attack certifies to be right, and how many are wrong."""
 
     images: int
     """Number of images of the answer."""

@@ -74,10 +74,7 @@ class Share:
 
 
 def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Returns (low, high) of Student's confidence interval of the mean (Biometrika 6, 1908).
-
-    Fewer than two values, or one that is not finite, raise a ValueError.
-    """
+    """Returns (low, high) of Student's interval of the mean of two values or more (1908)."""
     sample = np.asarray(values, dtype=np.float64)
     if sample.ndim != 1 or len(sample) < 2 or not np.isfinite(sample).all():
         raise ValueError("an interval of the mean needs at least two finite values")
@@ -102,10 +99,7 @@ def _quantile(freedom: int, confidence: float) -> float:
 
 @cache
 def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
-    """Returns the share of `count` in `n` trials (at least 1), with an exact interval.
-
-    The interval is that of Clopper and Pearson (1934).
-    """
+    """Returns the share of `count` in `n` >= 1 trials, with Clopper and Pearson's interval."""
     from scipy.special import betaincinv
 
     tail = (1 - confidence) / 2
@@ -155,10 +149,7 @@ def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary |
 
 
 def rank_area(inside: ArrayLike, outside: ArrayLike) -> float:
-    """Returns the chance that a score of `inside` is above one of `outside`; ties count half.
-
-    That is the area under the ROC curve. Both have at least one score.
-    """
+    """Returns the area under the ROC curve: the chance that one inside is above one outside."""
     members, others = np.asarray(inside, np.float64), np.sort(np.asarray(outside, np.float64))
     # Mann and Whitney's statistic: how many of the others lie below each, and how many tie.
     below, upto = (np.searchsorted(others, members, side=side) for side in ("left", "right"))
@@ -171,8 +162,7 @@ def area_deviation(inside: int, outside: int) -> float:
 
 
 _DIVERGED = 2.0
-"""Ratio of a model's test loss to the loss at chance from which a model without skill counts as
-diverged."""
+"""Ratio of a test loss to that at chance from which a model without skill has diverged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,11 +205,7 @@ class Accuracy:
 
 @cache  # of all attacks on one defense it is the same
 def accuracy(share: float, examples: int, chance: float, *, confidence: float = 0.95) -> Accuracy:
-    """Returns an accuracy with Wilson's interval (JASA 22, 1927).
-
-    `share` of at least one test example is right, in the mean of several runs on one test set,
-    which counts once. `chance` is the share of its most frequent class.
-    """
+    """Returns an accuracy of at least one example, with Wilson's interval (JASA 22, 1927)."""
     from scipy.special import ndtri
 
     # Wilson's interval keeps its level where the normal one fails: near 0, near 1 and for few
@@ -240,11 +226,7 @@ def accuracy(share: float, examples: int, chance: float, *, confidence: float = 
 def learning_problem(
     accuracy: Accuracy, test_loss: float | None, *, trains: bool = True
 ) -> str | None:
-    """Returns why a model of this `accuracy` cannot show what a defense costs, or None.
-
-    `test_loss` is the mean cross-entropy on the test set, in nats; None where it was not finite. A
-    release in closed form `trains` no model.
-    """
+    """Returns why a model of this `accuracy` cannot show what a defense costs, or None."""
     if not accuracy.is_chance:
         return None
     if not trains:

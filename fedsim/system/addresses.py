@@ -41,10 +41,7 @@ def is_loopback(host: str) -> bool:
 
 
 def unfit(address: str, *, has_roots: bool) -> str | None:
-    """Returns the reason why nobody may connect to `address`; None if they may.
-
-    Without roots (certificates to check the server's by) the address must be on loopback.
-    """
+    """Returns why nobody may connect to `address`, which without roots must be on loopback."""
     try:
         host, port = split(address)
     except ValueError:

@@ -37,10 +37,7 @@ def compute_exactly(device: str | torch.device) -> None:
 
 
 def move_tensors(value: T, device: str | torch.device, but: Collection[str] = ()) -> T:
-    """Returns a copy of a dataclass, and those in it, with their tensors on `device`.
-
-    Mappings of tensors are moved, too. Fields of `value` itself that are named in `but` stay.
-    """
+    """Returns a copy of a dataclass with its tensors, nested too, on `device`, `but` for fields."""
     assert is_dataclass(value) and not isinstance(value, type)
     found: dict[str, Any] = {}
     for field in fields(value):

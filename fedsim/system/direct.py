@@ -13,8 +13,7 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 _BLOCK = 4096
-"""Size in bytes of a block; a direct write begins and ends at a multiple of it, in memory and in
-the file."""
+"""Size in bytes of a block, of which a direct write is a multiple in memory and file."""
 _BUFFER = 256 * _BLOCK
 """Number of bytes that are written at a time."""
 

@@ -67,10 +67,7 @@ def say(write: Callable[[str], object]) -> None:
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Runs a whole command: interrupted anywhere, it exits with status 130 and says how to go on.
-
-    It is entered once in a process, in the main thread. Ignored signals (`nohup`) stay ignored.
-    """
+    """Runs a whole command, once: interrupted, it exits with status 130 and says how to go on."""
     _install()
     try:
         yield

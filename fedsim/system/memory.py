@@ -32,10 +32,7 @@ def keep_freed() -> bool:
 
 @cache
 def limit() -> int:
-    """Returns the bytes that this process may use, by the machine, its control group or ulimit.
-
-    Swap does not count. The machine counts as 64 GiB if its memory is not known.
-    """
+    """Returns the bytes that this process may use, without swap; 64 GiB if nothing tells."""
     try:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (OSError, ValueError):
@@ -52,11 +49,7 @@ def limit() -> int:
 def check(needed: float, content: str, remedy: str, device: torch.device | None = None) -> None:
     """Refuses what does not fit the memory of the process, or of the CUDA `device`, used or not.
 
-    Args:
-        needed: Estimated number of bytes.
-        content: Words for what takes the bytes, with the key of the scenario in front.
-        remedy: Words for what the user should change.
-        device: CUDA device whose memory is needed; None or a CPU is the process's memory.
+    `content` is words for what takes the bytes, with the key of the scenario in front.
     """
     available = limit()
     if device is not None and device.type == "cuda":

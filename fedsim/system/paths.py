@@ -102,10 +102,7 @@ def text(path: Path, max_bytes: int, encoding: str = "utf-8") -> str:
 
 
 def writable_folder(path: Path, option: str) -> None:
-    """Refuses a `path` that is no folder to write to, and cannot be made one; makes nothing.
-
-    The error's text starts with `option`, which named the path.
-    """
+    """Refuses, naming `option`, a `path` that is no folder and cannot be one; makes nothing."""
     try:
         if "\0" in str(path):
             raise ValueError("a name with a NUL")

@@ -156,8 +156,7 @@ for _ in range(50):
         break
     time.sleep(0.2)
 """
-"""Program that waits until its input ends, also by the death of its parent, and then removes the
-folder."""
+"""Program that waits until its input, or its parent, ends, and then removes the folder."""
 
 
 @contextmanager

@@ -31,8 +31,7 @@ from fedsim.targets.images import aid_of, count_answers
 from fedsim.types import FedsimError, Observation, Truth, as_pixels
 
 _MOST = 256
-"""Maximum number of public images for the guess. Hundreds tell which directions features share,
-and a model may take long for each."""
+"""Maximum number of public images for the guess, which tell the directions in common."""
 
 _DEPENDENT = 1e-12
 """Singular value of unit vectors below which a direction is mere rounding."""

@@ -240,10 +240,7 @@ class Images(Target):
 
 
 class RankedImages(Images):
-    """Ranks attacks on images by a metric of its own, before their pixels do.
-
-    A target that derives from it states `part`, `metrics` and `leaks`.
-    """
+    """Ranks attacks on images by a metric of its own, in `metrics`, before their pixels do."""
 
     order: ClassVar[float] = -1.0
     payloads: ClassVar[tuple[Payload, ...]] = ()

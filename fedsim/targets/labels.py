@@ -22,11 +22,7 @@ def check_labels(labels: Tensor, what: str) -> None:
 
 
 def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
-    """Returns the size of the labels' multiset intersection over N, in [0, 1].
-
-    N is the number of true labels; of more answered ones the first N count. Both are integers, (M,)
-    and (N,).
-    """
+    """Returns the labels' multiset intersection over N true ones; the first N answers count."""
     claimed = reconstruction[: len(truth)].tolist()
     matches = 0
     for label in truth.tolist():

@@ -45,10 +45,7 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
 
 
 def membership_auc_beyond_chance(scores: Tensor, members: Tensor) -> float | Unavailable:
-    """Returns `membership_auc` less 1.96 deviations of an attacker who guesses, at least 0.
-
-    Above 0.5 the area is more than chance, in one trial, with a probability of 97.5%.
-    """
+    """Returns `membership_auc` less 1.96 deviations of an attacker who guesses, at least 0."""
     area = membership_auc(scores, members)
     if isinstance(area, Unavailable):
         return area
@@ -78,10 +75,7 @@ def membership_tpr(
 
 
 def accused_others(others: int, false_positives: float) -> int:
-    """Returns the largest k with k / (`others` + 1) at most `false_positives`.
-
-    The k-th highest score of so many non-members is the threshold; there is none for 0.
-    """
+    """Returns k: the k-th highest score of so many others is the threshold; 0 for none."""
     # The slack keeps products whole that rounding takes to just below.
     return math.floor(false_positives * (others + 1) + 1e-9)
 
@@ -299,10 +293,9 @@ def refuse_unlike(truth: Truth) -> None:
 
 
 def blind_p_value(inputs: Tensor, labels: Tensor, members: Tensor) -> float:
-    """Returns the p-value of the hypothesis that coins alone tell members from others.
+    """Returns the p-value of the hypothesis that coins alone tell members (N,) bool from others.
 
-    It is 1 for fewer than 40 candidates, or where a half has no member or no other. `inputs` are
-    (N, ...), `labels` (N,) int64 and `members` (N,) bool.
+    It is 1 for fewer than 40 candidates, or where a half has no member or no other.
     """
     if len(members) < _LEAST:
         return 1.0

@@ -39,10 +39,7 @@ _SLACK = 1e-6
 
 
 def row_error(claimed: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Returns |claimed - true|² / |true|² of each row (N, d): (N,).
-
-    The reason is returned where a true row is zero.
-    """
+    """Returns |claimed - true|² / |true|² of each row (N, d): (N,), unless a true one is zero."""
     length = truth.square().sum(1)
     if not bool(length.all()):
         return Unavailable("a true row is zero, so there is no relative error")

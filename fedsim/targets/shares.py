@@ -15,8 +15,7 @@ from fedsim.types import Truth
 def class_share_error(claimed: Tensor, truth: Tensor) -> float:
     """Returns the total variation distance of two distributions over classes, in [0, 1].
 
-    `claimed` (K,) and `truth` (L,) are shares of the first classes, on the CPU; the shorter one
-    lacks classes of share 0.
+    `claimed` (K,) and `truth` (L,) are of the first classes, on the CPU; others have share 0.
     """
     size = max(len(claimed), len(truth))
     padded = [
@@ -91,10 +90,7 @@ def client_class_error(claimed: Tensor, truth: Tensor) -> Tensor:
 
 
 def client_column_error(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns the mean distance (n,) of each client's entries (n, D) from the true ones.
-
-    Entries that are negative in `claimed` were not asked for and do not count.
-    """
+    """Returns the mean distance (n,) of clients' entries (n, D), but for negative claims."""
     answered = claimed >= 0
     return ((claimed.double() - truth.double()).abs() * answered).sum(1) / answered.sum(1)
 

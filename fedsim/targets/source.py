@@ -19,10 +19,7 @@ _SHUFFLES = 999
 
 
 def name_clients(scores: Tensor) -> Tensor:
-    """Returns the clients (N, K) that `scores` (N, K) name for each record, as shares of one.
-
-    The largest score of a record names its client; ties share it.
-    """
+    """Returns the clients (N, K) of the largest `scores`, as shares of one, which ties share."""
     named = (scores == scores.max(1, keepdim=True).values).double()
     return named / named.sum(1, keepdim=True)
 
@@ -52,10 +49,7 @@ def class_rule_accuracy(labels: Tensor, source: Tensor, held: Tensor) -> float:
 
 
 def chance_accuracy(scores: Tensor, source: Tensor, labels: Tensor, held: Tensor) -> float:
-    """Returns the accuracy of whoever knows no more of a record than its class.
-
-    Other arguments are those of `class_rule_accuracy`.
-    """
+    """Returns the accuracy of whoever knows no more of a record than its class."""
     # The largest, since a chance that is too low would call luck a leak.
     shuffled = shuffle_accuracies(name_clients(scores), labels, source)
     return max(

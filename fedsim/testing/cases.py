@@ -1,7 +1,4 @@
-"""Makes cases for the suites: plugins, updates that try a defense, and what a server sees.
-
-Observations and releases are honest and come with their truth, without a federation.
-"""
+"""Makes cases for the suites, without a federation: plugins, updates, what a server sees."""
 
 from __future__ import annotations
 
@@ -91,8 +88,7 @@ def local_step(
 ) -> LocalStep:
     """Returns a step of softmax regression, whose features are the flattened images.
 
-    `loss` need not be that of the model, and `gradient` is the direction so far. `batch_size`
-    divides sums over a batch. `shape` is (C, H, W).
+    `loss` need not be that of the model, and `gradient` is the direction so far.
     """
     spec = example_spec(shape, classes, hidden=[])
     model = build(spec, seed=0)
@@ -170,10 +166,7 @@ UPDATES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
 
 
 def same(a: Tensors, b: Tensors) -> bool:
-    """Returns whether names, shapes, types and values of `a` and `b` are equal.
-
-    NaN equals NaN of the same sign; 0.0 does not equal -0.0.
-    """
+    """Returns whether names, shapes, types and bits are equal; NaN equals NaN of its sign."""
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype
         and a[name].shape == b[name].shape
@@ -508,10 +501,7 @@ def _observe_release(
 
 
 def example_rows(count: int, columns: int = 4) -> tuple[Tensor, Tensor]:
-    """Returns rows (count, columns) float64 in [-1, 1], and which take part, two of three, as bool.
-
-    A constant feature 1 stands before the target.
-    """
+    """Returns rows (count, columns) float64 in [-1, 1], and which take part: two of three."""
     stream = rng.generator(0, "example rows")
     rows = torch.rand(count, columns, generator=stream, dtype=torch.float64) * 2 - 1
     rows[:, -2] = 1
