@@ -166,10 +166,7 @@ def _fresh_state() -> bytes:
 
 
 def digest(*parts: Tensors) -> str:
-    """Returns a SHA-256 in hex that only equal `parts` share: same names, shapes, types and values.
-
-    The order of `parts` counts, and that of names within a part does not.
-    """
+    """Returns a SHA-256 in hex that only equal `parts` share: names, shapes, types and values."""
     found = hashlib.sha256()
     for part in parts:
         # Lengths, names, types and shapes are hashed too, so that different inputs never hash as

@@ -105,12 +105,10 @@ class Attack(Plugin, Generic[S]):
 
     @abstractmethod
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> S:
-        """Returns the state before the first step. Tensors live on the observation's device.
+        """Returns the state before the first step, with tensors on the observation's device.
 
-        `rng` is on the CPU and the only source of randomness.
-
-        Raises:
-            AttackFailed: nothing can be recovered from this observation, with the reason.
+        `rng`, on the CPU, is the only source of randomness. An AttackFailed says that nothing can
+        be recovered.
         """
 
     @abstractmethod
@@ -263,12 +261,7 @@ def solve(
 
 
 def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[AttackState]:
-    """Makes the attack registered as `name`, with `parameters` (others at their defaults).
-
-    Raises:
-        PluginError: `name` is not installed, cannot be imported, or is no attack.
-        ValidationError: a parameter is unknown, missing or out of its range.
-    """
+    """Makes the attack `name` with `parameters`; a PluginError or ValidationError refuses them."""
     cls = plugins.load("fedsim.attacks", name)
     if not issubclass(cls, Attack):
         raise plugins.PluginError(f"attack plugin {name!r} does not derive from Attack")
@@ -276,10 +269,7 @@ def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[
 
 
 def unreadable(attack: str, reads: Sequence[Payload], released: Payload | None) -> str | None:
-    """Returns why an attack that `reads` these kinds cannot read `released`; None if it can.
-
-    A `released` of None stands for messages that no attack reads.
-    """
+    """Returns why an attack that `reads` these kinds cannot read `released`; None if it can."""
     if released in reads:
         return None
     what = {"update": "updates of a model", None: "what no attack reads"}

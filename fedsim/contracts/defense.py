@@ -62,11 +62,7 @@ class DataDefense(Plugin):
 
     @abstractmethod
     def sigma(self, release: Release) -> float:
-        """Returns the σ >= 0 of the σ I below one client's rows, in their units.
-
-        Raises:
-            FedsimError: the defense does not fit what is released, or no σ is enough.
-        """
+        """Returns the σ >= 0 of the σ I below a client's rows; a FedsimError if none is enough."""
 
     @abstractmethod
     def guarantee(self, release: Release) -> Guarantee:
@@ -117,10 +113,7 @@ class StatisticDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, release: Release) -> CurveMechanism:
-        """Returns what is proven of the private statistic, for rows within the bounds of `release`.
-
-        It fails as `apply` does.
-        """
+        """Returns what is proven of the private statistic, given the bounds of `release`."""
 
     @property
     def assumes(self) -> bool:
@@ -175,11 +168,7 @@ class UpdateDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns what is proven after this defense, given what was proven before it.
-
-        Raises:
-            FedsimError: the defense cannot follow what comes before it.
-        """
+        """Returns what is proven after this defense; a FedsimError if it cannot follow `before`."""
 
     def effect(self, before: Guarantee) -> Effect:
         """Returns what the defense does to an update, for attacks to allow for.
@@ -190,10 +179,7 @@ class UpdateDefense(Plugin):
         return UNKNOWN
 
     def public_parameters(self, before: Guarantee) -> Mapping[str, float]:
-        """Returns public parameters that replace declared ones in observations; by default none.
-
-        They follow from declared ones and what held `before`.
-        """
+        """Returns public parameters that replace declared ones in observations; none by default."""
         return {}
 
 
@@ -222,10 +208,7 @@ class TrainingDefense(Plugin):
         return None
 
     def with_noise(self, multiplier: float) -> TrainingDefense:
-        """Returns a copy with the same target and noise of `multiplier` times the clipping bound.
-
-        By default a NotImplementedError says that the defense takes none.
-        """
+        """Returns a copy with noise of `multiplier` times the clipping bound; none by default."""
         raise NotImplementedError(f"{type(self).__name__} has a target and takes no noise")
 
     def training(self, declared: LocalTraining) -> LocalTraining:
@@ -242,10 +225,7 @@ class TrainingDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns what is proven of the update after training, given what was proven `before`.
-
-        `training` is that after all training defenses of the stack, here and in `effect`.
-        """
+        """Returns what is proven after `training` (with all defenses), given what was `before`."""
 
     def effect(self, training: LocalTraining) -> Effect:
         """Returns what the defense does to the update beyond `training`; by default UNKNOWN."""
@@ -257,10 +237,9 @@ class StatefulTrainingDefense(TrainingDefense):
 
     @abstractmethod
     def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
-        """Returns the function that gives the direction of a local `step`, given the `memory`.
+        """Returns the function that gives the direction of a local `step`.
 
-        The function may read and replace entries of the client's `memory`, which is empty before
-        the client's first step and is kept between rounds.
+        It may read and replace entries of the client's `memory`, empty before its first step.
         """
 
     def gradient(self, step: LocalStep) -> GradientFn:
@@ -298,10 +277,7 @@ class ModelDefense(Plugin):
         """
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns what it does to an update besides altering the model; by default UNKNOWN.
-
-        `training` is the local training after the stack's training defenses.
-        """
+        """Returns what it does to an update besides altering the model; by default UNKNOWN."""
         return UNKNOWN
 
 
@@ -321,10 +297,7 @@ class AggregationDefense(Plugin):
         """
 
     def seen_by_one_of(self, participants: int) -> AggregationDefense:
-        """Returns the aggregation as seen by one of `participants`, who takes off its own update.
-
-        The default hides all others as well as before.
-        """
+        """Returns the aggregation as a participant sees it, who takes its own update off."""
         return self
 
     @abstractmethod
@@ -379,10 +352,7 @@ class SumTerms:
     The sum is that of clipped updates, each times its weight."""
 
     def client_noise(self, participants: int) -> float:
-        """Returns the deviation of noise on an entry of each client's clipped and weighted update.
-
-        `participants` is the number of clients in the round.
-        """
+        """Returns the deviation of noise on an entry of each participant's weighted update."""
         # At least so many honest clients are in a sum, and their variances add up to `noise`².
         return self.noise / math.sqrt(participants * (self.threshold - self.colluding))
 
@@ -397,10 +367,10 @@ class MaskedAggregation(NoisyAggregation):
 
     @abstractmethod
     def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
-        """Returns the terms of a secure sum; a FedsimError if nothing bounds what a client adds.
+        """Returns the terms of a secure sum of updates of which `before` is proven.
 
-        `before` is proven of each update. `most_examples` is the largest number that a client can
-        report.
+        `most_examples` is the largest number that a client can report. A FedsimError says that
+        nothing bounds what a client adds.
         """
 
 
@@ -431,21 +401,14 @@ def all_finite(update: Tensors) -> bool:
 
 
 def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
-    """Returns `update` with independent N(0, std^2) on every entry; `std` 0 changes no bit.
-
-    Noise is drawn as by `standard_normal`, and rounded as by `add_noise`.
-    """
+    """Returns `update` plus N(0, std^2) on every entry, as `add_noise`; `std` 0 changes no bit."""
     if std == 0:
         return dict(update)
     return add_noise(update, std, standard_normal(update, rng))
 
 
 def standard_normal(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-    """Returns independent draws of N(0, 1) in float64, named, shaped and placed like `like`.
-
-    From a `fedsim.rng.Stream` they are cryptographic. From any other generator they are torch's
-    own, which can be predicted and protect nobody.
-    """
+    """Returns draws of N(0, 1) in float64 like `like`, cryptographic if `rng` is a `Stream`."""
     return {
         # Drawn on the CPU and moved, so that every device adds the same noise.
         name: normal(tensor.shape, rng, torch.float64).to(tensor.device)

@@ -115,11 +115,7 @@ class Grant(BaseModel):
 
     @classmethod
     def least(cls, **more: str) -> Grant:
-        """Returns the grant of `more`, and the least of all else: what an attack needs.
-
-        Raises:
-            ValidationError: there is no such field or value.
-        """
+        """Returns the grant of `more`, and the least of all else: what an attack needs."""
         least = {name: values[0] for name, values in cls.values().items()}
         return Grant.model_validate(least | more)
 

@@ -122,10 +122,7 @@ class Computation(ABC):
     """Whether clients also release batch-norm statistics of their data."""
 
     def describe(self) -> ModelSpec | ReleaseSpec | None:
-        """Returns what an observation says of the model or release; None if none is observed.
-
-        A closed-form learner that is observed has to override it.
-        """
+        """Returns what an observation says of the model or release; None if none is observed."""
         return self.spec
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth | None:
@@ -136,20 +133,11 @@ class Computation(ABC):
         return None
 
     def most_examples(self, training: LocalTraining) -> int:
-        """Returns the largest weight of a client in the mean over clients, in examples.
-
-        `training` is that after the stack's training defenses.
-        """
+        """Returns the largest weight of a client in the mean, in examples, after defenses."""
         return training.num_images
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Refuses data that contradict what a defense's claim assumes; by default none are refused.
-
-        `clients` maps each client of one release to its (inputs, labels).
-
-        Raises:
-            FedsimError: the data contradict it (`DataDefense.check`, `StatisticDefense.check`).
-        """
+        """Refuses {client: (inputs, labels)} that contradict a defense's claim; by default none."""
         return
 
     @abstractmethod
@@ -158,10 +146,7 @@ class Computation(ABC):
 
     @abstractmethod
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Computes one client's update of one round; `rng` is the defenses' stream.
-
-        Training asks for directions within `Stack.memory_of`, which its caller has entered.
-        """
+        """Computes a client's update, within `Stack.memory_of`; `rng` is the defenses' stream."""
 
     @abstractmethod
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
@@ -185,10 +170,7 @@ class Computation(ABC):
 
     @abstractmethod
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the new global parameters, given the strategy's `mean` over so many `clients`.
-
-        The mean is of what `apply_update` returned, and not of updates.
-        """
+        """Returns the new global parameters, given the `mean` of what `apply_update` returned."""
 
     @abstractmethod
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
@@ -229,11 +211,7 @@ class Learner(Plugin):
     scenario names one (`model`, `training.weights`)."""
 
     def view(self, data: Dataset | Table) -> Dataset | Table:
-        """Returns `data` as the learner computes from them; by default as they are.
-
-        Raises:
-            FedsimError: the data lack what it computes from, such as classes.
-        """
+        """Returns `data` as the learner computes from them; a FedsimError if they lack it."""
         return data
 
     def payload(self) -> Payload | None:
@@ -276,9 +254,7 @@ class DataSource(Plugin):
     def load(self) -> Dataset | Table:
         """Returns the whole set in memory, train and test split, in an order that never varies.
 
-        Raises:
-            FedsimError: the data are missing or cannot be read. The message says where they were
-                sought, and the remedy.
+        A FedsimError says where missing data were sought, and the remedy.
         """
 
     @property
@@ -292,11 +268,7 @@ class DataSource(Plugin):
         return None if named is None else str(named)
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
-        """Returns `dataset` with all that this source computes from training data computed anew.
-
-        An audit exchanges an image and calls this, so that its two worlds differ in everything that
-        the image has a say in.
-        """
+        """Returns `dataset` with all that is computed from training data made anew, for audits."""
         return dataset
 
 

@@ -178,10 +178,7 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
 
 
 def assign(cost: Tensor) -> list[int]:
-    """Returns the column of each row of `cost` (N, M) under the assignment of least total cost.
-
-    A row without a column has `MISSING` (-1). `cost` is on the CPU and holds no NaN.
-    """
+    """Returns the column of each row of `cost` (N, M), or `MISSING`, at the least total cost."""
     if cost.shape == (1, 1):  # without scipy, whose import takes half a second
         return [0]
     from scipy.optimize import linear_sum_assignment
@@ -195,11 +192,7 @@ def assign(cost: Tensor) -> list[int]:
 
 
 def align(values: Tensor, assignment: list[int], fill: Tensor) -> Tensor:
-    """Returns `values` (M, ...) in the order of the truths, (N, ...) on the CPU.
-
-    `assignment` has the index into `values` of each truth; where it is `MISSING`, `fill` (...)
-    stands.
-    """
+    """Returns `values` (M, ...) by `assignment`, on the CPU, with `fill` (...) where `MISSING`."""
     values = values.detach().cpu()
     fill = fill.detach().cpu().to(values.dtype)
     return torch.stack([fill if k == MISSING else values[k] for k in assignment])

@@ -163,11 +163,7 @@ def load(group: str, name: str) -> type[Plugin]:
 
 
 def reference(group: str, plugin: Plugin) -> Named:
-    """Returns the entry point's name and the parameters that build `plugin` again.
-
-    Raises:
-        PluginError: its class is registered in `group` under no name.
-    """
+    """Returns the name and the parameters that build `plugin`; a PluginError if it has no name."""
     kind = type(plugin)
     value = f"{kind.__module__}:{kind.__qualname__}"
     for name, points in _entry_points()[group].items():
@@ -209,11 +205,7 @@ def list_installed(group: str) -> list[Installed]:
 
 
 def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
-    """Returns the JSON Schema of a plugin's parameters, with references as `ref_template`.
-
-    Raises:
-        PluginError: a field's type has no JSON Schema, so no scenario can set it.
-    """
+    """Returns the JSON Schema of a plugin's parameters, which a type without one refuses."""
     try:
         return cls.model_json_schema(ref_template=ref_template, schema_generator=Described)
     except Exception as error:  # pydantic has no common base for what may go wrong here

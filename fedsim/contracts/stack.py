@@ -112,10 +112,7 @@ class Stack:
         ]
 
     def effect(self, declared: LocalTraining, release: Release | None = None) -> Effect:
-        """Returns what the whole stack does to the update.
-
-        Data and statistic defenses have no part in it: `ReleaseSpec` describes what they do.
-        """
+        """Returns what the whole stack does to the update; for rows, `ReleaseSpec` says it."""
         proven = self.guarantees(declared, release)
         training = self.training(declared)
         whole = Effect()
@@ -261,11 +258,7 @@ class Stack:
     def init(
         self, update: Tensors, declared: LocalTraining, release: Release | None = None
     ) -> Tensors:
-        """Returns the state of all update defenses before the first round, as a flat mapping.
-
-        Names are those of each defense's own state behind its index among the update defenses, as
-        `0.name`.
-        """
+        """Returns the state of all update defenses; names begin with their index (`0.name`)."""
         proven = self.guarantees(declared, release)
         return {
             f"{index}.{name}": tensor
@@ -277,10 +270,7 @@ class Stack:
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns (defended update, next state); integer tensors pass all update defenses by.
-
-        `state` is what `init` or the previous round returned, and is not changed.
-        """
+        """Returns (defended update, next state); integer tensors pass all update defenses by."""
         defended = _floating(update)
         after: dict[str, Tensor] = {}
         for index, defense in enumerate(self.update_defenses):

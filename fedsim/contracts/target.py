@@ -240,11 +240,7 @@ class Target(Plugin):
         return None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses an answer that cannot be scored.
-
-        Raises:
-            ScoringError: by default, it has another shape than the truth, if any, or is not finite.
-        """
+        """Refuses, by a ScoringError, an answer of another shape or with entries not finite."""
         true = self.truth_of(truth)
         if true is not None and answer.shape != true.shape:
             raise ScoringError(
@@ -426,11 +422,7 @@ def ranking_targets() -> Mapping[str, Target]:
 
 
 def main_target(payload: Payload) -> Target:
-    """Returns the target for which attacks on messages of kind `payload` count at least.
-
-    Raises:
-        PluginError: no installed target is the main one of `payload`.
-    """
+    """Returns the target that attacks on messages of kind `payload` are after."""
     for target in targets().values():
         if payload in target.payloads:
             return target

@@ -175,8 +175,7 @@ class ModelPlugin(Plugin):
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
         """Builds the model with weights from torch's global stream, without an imprint.
 
-        `input_shape` is (C, H, W) of an image, or (D,) of a row; a FedsimError says that it does
-        not fit.
+        `input_shape` is (C, H, W) or (D,) of a row; a FedsimError says that it does not fit.
         """
 
 

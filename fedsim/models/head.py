@@ -71,11 +71,7 @@ class TwoLayerHead(nn.Module):
 
 
 def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> nn.Module:
-    """Builds the head of `config`, or without one a linear layer with dropout before it.
-
-    It maps (B, in_features) to (B, num_classes), and its last weights are `head.output.weight` (K,
-    last features) of a classifier.
-    """
+    """Builds the head of `config`, or a linear one, whose last layer is called `output`."""
     if config is not None:
         return TwoLayerHead(config, in_features, num_classes)
     layers: OrderedDict[str, nn.Module] = OrderedDict()

@@ -107,10 +107,8 @@ def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
 
 @contextmanager
 def _install(slots: Mapping[str, tuple[dict[str, Any], str]], values: Tensors) -> Iterator[None]:
-    """Lets a model compute with `values`, and with its own again afterwards.
-
-    torch.func.functional_call looks all names up anew: 0.2 ms, a third of a small step.
-    """
+    """Lets a model compute with `values`, and with its own again afterwards."""
+    # torch.func.functional_call looks all names up anew: 0.2 ms, a third of a small step.
     before = {name: slots[name][0][slots[name][1]] for name in values}
     try:
         for name, value in values.items():
@@ -150,11 +148,7 @@ def gradient(
     create_graph: bool = False,
     on_loss: Callable[[Tensor], None] | None = None,
 ) -> Tensors:
-    """Computes the gradient of the `loss` (`loss_function`) in the parameters, by their names.
-
-    With `create_graph` it is differentiable in the images. `on_loss` is called with the detached
-    loss (0-d).
-    """
+    """Computes the gradient of `loss` by the parameters' names; `on_loss` gets the loss, 0-d."""
     inputs = {
         # Weights that depend on candidate images keep their graph; all others become leaves.
         name: value if value.requires_grad else value.detach().requires_grad_()
@@ -326,18 +320,9 @@ def local_updates(
 ) -> Tensors:
     """Computes the updates of K clients, stacked (K, ...), by the parameters' names.
 
-    Client k's is what `local_update` makes of the k-th weights and batches, up to rounding.
-
-    Args:
-        model: Network that all clients train.
-        parameters: Weights that each client starts from, stacked (K, ...).
-        buffers: Buffers of the network, the same for all clients.
-        batches: Per step, the clients' normalized images (K, B, ...) and labels (K, B), or
-            probabilities (K, B, C).
-        training: Local training of every client.
-
-    Raises:
-        FedsimError: the clients cannot share a step (`require_batched`).
+    Client k's is what `local_update` makes of the k-th of the stacked `parameters` and, in each
+    step, of normalized images (K, B, ...) and labels (K, B), or probabilities (K, B, C). `buffers`
+    are the same for all clients. It fails as `require_batched`.
     """
     require_batched(model, training)
     losses = torch.vmap(loss_function(model, buffers, training))
@@ -355,10 +340,7 @@ def local_updates(
 
 
 def require_batched(model: Classifier, training: LocalTraining) -> None:
-    """Refuses, by a FedsimError, a network whose clients cannot take their steps together.
-
-    Batch norm would write each client's statistics into common buffers, and dropout draw for all.
-    """
+    """Refuses batch norm and dropout in training mode, which K clients cannot share."""
     if training.mode != "train":
         return
     for name, module in model.named_modules():

@@ -150,10 +150,7 @@ _SHAPE_RULES: Mapping[Any, Callable[..., tuple[int, ...] | None]] = {
 
 
 def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> Size | None:
-    """Counts the size of the model that `build` makes for one input of `input_shape`.
-
-    It is None if torch's meta device cannot make the model. Refusals of `build` are passed on.
-    """
+    """Counts the size of the model of `build` for one input; None if the meta device cannot."""
     try:
         with torch.device("meta"), torch.no_grad(), _ShapesAlone():
             model = build()

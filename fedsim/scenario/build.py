@@ -72,11 +72,7 @@ def plugin_class(group: str, name: str) -> type[Plugin]:
 
 
 def build_stack(refs: Sequence[PluginRef]) -> Stack:
-    """Composes the defenses of `refs` in written order.
-
-    Raises:
-        FedsimError: a defense cannot be loaded, or they cannot be composed.
-    """
+    """Composes the defenses of `refs` in written order; a FedsimError if that cannot be done."""
     members: list[Defense] = []
     for ref in refs:
         member = plugin_class("fedsim.defenses", ref.name).model_validate(ref.parameters)
@@ -90,11 +86,8 @@ def announce_defenses(
 ) -> tuple[Mapping[str, object], ...]:
     """Returns the public facts of the defenses `refs`, of which `stack` was built.
 
-    These are their names and parameters; derived parameters replace those that they follow from.
-    `declared` is the local training before any defense.
-
-    Raises:
-        FedsimError: the defenses do not fit each other or the learner (`Stack.guarantees`).
+    These are their names and parameters; derived parameters replace those that they follow from. It
+    fails as `Stack.guarantees`.
     """
     # Both iterators follow the written order of their kind, so that each `next` belongs to its
     # `ref`.
@@ -119,11 +112,7 @@ def build_learner(ref: PluginRef) -> Learner:
 
 
 def build_engine(name: str) -> Engine:
-    """Builds the engine that `federation.engine` names.
-
-    Raises:
-        PluginError: it cannot be loaded, or has parameters, which no scenario sets.
-    """
+    """Builds the engine `name`; a PluginError if it cannot be loaded, or has parameters."""
     cls = plugin_class("fedsim.engines", name)
     if cls.model_fields:
         raise plugins.PluginError(
@@ -142,15 +131,7 @@ def problem_of(
     examples: int,
     device: torch.device,
 ) -> Problem:
-    """Describes what the scenario's learner works on.
-
-    Args:
-        scenario: Scenario with every default written out.
-        stack: The defense stack.
-        described: The description of the data and its test split (`without_training`).
-        examples: Number of training examples of all clients together.
-        device: Device that the learner computes on.
-    """
+    """Describes what the scenario's learner works on, as `Problem` has it."""
     return Problem(
         learner=_name_plugin(scenario.learner),
         stack=stack,

@@ -63,11 +63,7 @@ def read(path: str | Path) -> Document:
 
 
 def parse_yaml(text: str, origin: str, *, lines: bool = True) -> Document:
-    """Reads `text` as a document; errors name its `origin`, and line numbers if `lines` is true.
-
-    Raises:
-        ScenarioError: the text is empty or not YAML, or is beyond the limits.
-    """
+    """Reads `text` as a document, or refuses it; errors name `origin` and, if `lines`, lines."""
     builder = _Builder(origin, lines)
     try:
         return builder.document(yaml.parse(text, Loader=yaml.SafeLoader))

@@ -36,11 +36,7 @@ def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
 
 
 def resolve_plugin(group: str, written: Document) -> PluginRef:
-    """Resolves a plugin of `group` that is written outside of a scenario as `{name: ...}`.
-
-    Raises:
-        ScenarioError: the plugin is not installed, or its parameters are wrong.
-    """
+    """Resolves a plugin of `group` that is written outside of a scenario, or refuses it."""
     resolver = _Resolver(written)
     entry = resolver.plugin(Slot((), group, written.value), ("name",))
     if resolver.problems:
@@ -49,11 +45,7 @@ def resolve_plugin(group: str, written: Document) -> PluginRef:
 
 
 def resolve_section(name: str, written: Document) -> Any:
-    """Returns the top-level section `name` (or its default) of a scenario without any others.
-
-    Raises:
-        ScenarioError: something in the section is wrong, or it is missing and has no default.
-    """
+    """Returns the top-level section `name`, or its default, of a scenario without any others."""
     resolver = _Resolver(written)
     section = resolver.section(name, written.value)
     if resolver.problems:
@@ -62,11 +54,7 @@ def resolve_section(name: str, written: Document) -> Any:
 
 
 def as_document(written: Document | Mapping[str, Any] | Scenario) -> Document:
-    """Returns `written` as a document; values that are from no file have no place in it.
-
-    Raises:
-        ScenarioError: `written` holds a value that YAML cannot write.
-    """
+    """Returns `written` as a document; what YAML cannot write is a ScenarioError."""
     if isinstance(written, Document):
         return written
     return Document(_plain(as_written(written) if isinstance(written, Scenario) else written))
@@ -280,10 +268,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def dump(scenario: Scenario) -> str:
-    """Returns the scenario as YAML that loads to an equal one, also under YAML 1.1 readers.
-
-    Same scenario, same text, in the order of the model.
-    """
+    """Returns the scenario as YAML that loads to an equal one; same scenario, same text."""
     return yaml.dump(
         as_written(scenario), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
     )

@@ -124,11 +124,7 @@ def parameters_of(
 
 
 def grant_of(words: Sequence[str]) -> Grant:
-    """Returns the grant that words such as `labels=known` make; the rest stays at its default.
-
-    Raises:
-        ScenarioError: a word names nothing that can be granted, or a value that it cannot have.
-    """
+    """Returns the grant that words such as `labels=known` make; a ScenarioError refuses others."""
     grants = parse_overrides(words, "--grant")
     overrides = [replace(grant, path=("knowledge", *grant.path)) for grant in grants]
     section: Grant = resolve_section("knowledge", apply(Document({}), overrides))

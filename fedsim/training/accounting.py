@@ -36,10 +36,7 @@ def spent(
 
 
 def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
-    """Returns what the stack guarantees for the recorded release `seen` and its repetitions.
-
-    It is that of the client that is worst off among those whose data `seen` comes from.
-    """
+    """Returns what the stack guarantees for the release `seen`, for the client worst off."""
     scenario, probing = server.scenario, bool(server.scenario.observe.batch_sizes)
     declared = server.declared
     if probing:

@@ -94,19 +94,10 @@ class Client:
     ) -> ClientResult:
         """Trains on the global model in `round` and applies the stack, without side effects.
 
-        Tensors of the result are on the CPU, wherever the client computes.
-
-        Args:
-            server: What the client knows of the federation.
-            round: Number of the round, from 1.
-            parameters: Parameters of the global model.
-            buffers: Buffers of the global model.
-            state: The client's defense state after its previous round (empty before the first).
-            probe: The probe that it answers instead of training; None: it trains.
-            most_steps: Maximum number of local steps, for a trial run; by default as declared.
-
-        Raises:
-            FedsimError: the batch is larger than the client's data.
+        Tensors of the result are on the CPU. `state` is what the client's previous round left
+        (empty before the first). A `probe` is answered instead of training. `most_steps` bounds
+        local steps, for a trial run. A FedsimError says that the batch is larger than the client's
+        data.
         """
         declared = server.declared_for(probe)
         if most_steps is not None:
@@ -178,10 +169,7 @@ class Client:
     def sum_stream(
         self, round: int, probe: Probe | None, parameters: Tensors, buffers: Tensors
     ) -> rng.Stream:
-        """Returns the stream of roundings and noise in a secure sum of the client's update.
-
-        `parameters` and `buffers` are the global ones from which it was computed.
-        """
+        """Returns the stream of roundings and noise in a secure sum of the client's update."""
         secret, at = self._noise(parameters, buffers)
         again = (probe.release,) if probe else ()
         return rng.generator(secret, "secure sum", *self._path(round, probe), *again, *at)
@@ -197,10 +185,7 @@ class Client:
     def rows(
         self, computation: Computation, round: int, probe: Probe | None
     ) -> tuple[tuple[Tensor, Tensor], RowTruth | None]:
-        """Returns (inputs, labels) of a closed-form release, and the truth of which rows it uses.
-
-        A release in training (`probe` is None) uses all that the client holds, and has no truth.
-        """
+        """Returns (inputs, labels) of a closed-form release, and of a probe which rows it uses."""
         held = self.held()
         if probe is None:
             return held, None
@@ -315,21 +300,12 @@ class CandidateSplit:
 def split_candidates(
     parts: Sequence[Tensor], inputs: Tensor, count: int, seed: int, *, least: int = 1
 ) -> list[CandidateSplit]:
-    """Draws `count` candidates of each client of `parts`, and tosses the coin of each.
+    """Draws `count` candidates of each client of `parts` (indices), and tosses the coin of each.
 
     Candidates and others of a client are drawn alike, so that nothing but the coin tells members
-    from others. An example whose content occurs twice among all training examples is no candidate:
-    its copy could be trained on while it is held out.
-
-    Args:
-        parts: Indices of each client's examples.
-        inputs: (n, ...) all training inputs, on the CPU.
-        count: Number of candidates of a client.
-        seed: Seed of the draws and coins.
-        least: Least number of examples that a client has to keep.
-
-    Raises:
-        FedsimError: a client has too few examples without a copy, or would keep too few.
+    from others. An example whose content occurs twice among all `inputs` is no candidate: its copy
+    could be trained on while it is held out. A FedsimError says that a client has too few without a
+    copy, or would keep fewer than `least`.
     """
     # Compared by content, since a copy has an index of its own.
     digests = [rng.of_bytes(each.contiguous().numpy().tobytes()) for each in inputs]
@@ -363,10 +339,7 @@ _PARTS = ("update", "own_buffer", "parameter", "buffer")
 
 
 def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[str, Tensor]:
-    """Returns what a participant keeps of a round, by name: its `update`, and the global model.
-
-    `parameters` and `buffers` are those of the global model that the update started from.
-    """
+    """Returns what a participant keeps of a round, by name: its `update`, and the global model."""
     parts = zip(_PARTS, (update.tensors, update.buffers, parameters, buffers), strict=True)
     return {f"{kind}.{name}": value for kind, part in parts for name, value in part.items()}
 
@@ -381,18 +354,9 @@ def look(
 ) -> Observation:
     """Returns what `client` sees of the others in `round`, assuming that all of them answered.
 
-    The update is the others' mean; `num_clients` of the observation counts them alone.
-
-    Args:
-        server: What every participant knows of the federation.
-        client: Number of the participant that looks.
-        round: Round whose updates made the new global model.
-        kept: What the participant kept of that round (`pack_round`).
-        parameters: Parameters of the new global model.
-        buffers: Buffers of the new global model.
-
-    Raises:
-        FedsimError: the learner's models do not tell the mean (`Computation.told_update`).
+    The update is the others' mean; `num_clients` of the observation counts them alone. `kept` is of
+    that round (`pack_round`); `parameters` and `buffers` are the new global model's. It fails as
+    `Computation.told_update`.
     """
     update, own_buffers, before, old_buffers = (_under(kind, kept) for kind in _PARTS)
     others = len(server.plan(round).participants) - 1

@@ -163,10 +163,7 @@ class Server:
         return aggregation if isinstance(aggregation, MaskedAggregation) else None
 
     def sum_terms(self, probe: Probe | None) -> SumTerms:
-        """Returns the terms of a secure sum of answers to `probe`, or (None) of training updates.
-
-        The stack needs a `protocol`; a FedsimError says that nothing bounds what a client adds.
-        """
+        """Returns the terms of a secure sum of answers to `probe`, or (None) of training."""
         assert self.protocol is not None
         declared = self.declared_for(probe)
         # The last guarantee is the aggregation's. The one before bounds what each client adds to
@@ -204,11 +201,7 @@ class Server:
         return self.computation.spec
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns (parameters, buffers) before the first round; the same for every stack.
-
-        Raises:
-            FedsimError: `training.weights` cannot be read, or are of another model.
-        """
+        """Returns (parameters, buffers) before the first round; the same for every stack."""
         if self.scenario.training.weights is None:
             return self.computation.initial()
         with blaming("training.weights"):
@@ -296,13 +289,8 @@ class Server:
     ) -> Update:
         """Returns what the server sees of all `updates` of `round`, as the stack's aggregation.
 
-        The stack needs an aggregation defense, whose errors are passed on.
-
-        Args:
-            updates: Updates of the clients, which are taken one by one.
-            round: Number of the round, from 1.
-            probe: The probe that they answer; None in training.
-            seed: Seed of the server's noise; by default its own.
+        They answer `probe`, or (None) an order to train, and are taken one by one. `seed` is that
+        of the server's noise; by default its own.
         """
         aggregation = self.stack.aggregation
         assert aggregation is not None
@@ -343,10 +331,7 @@ class Server:
         return self.computation.apply_update(before, update, self.scale_rate(self.training, round))
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the new global parameters, given the strategy's `mean` over so many `clients`.
-
-        The mean is of what `apply_update` returned.
-        """
+        """Returns the new global parameters, given the `mean` of what `apply_update` returned."""
         return self.computation.finalize(mean, clients)
 
     def observation(
@@ -365,18 +350,9 @@ class Server:
         """Returns what `watcher` saw of `update`, for a learner that attacks can observe.
 
         One client's part of a secure sum is masked: only who has all of the sum's secrets knows how
-        it was altered.
-
-        Args:
-            round: Number of the round, from 1.
-            client: Number of the client; -1 for the aggregate.
-            update: What the watcher saw.
-            parameters: Global parameters that clients started from.
-            buffers: Global buffers that clients started from.
-            probe: The probe that was answered; None in training.
-            num_clients: Number of clients whose updates `update` combines.
-            releases: Number of releases whose mean `update` is.
-            watcher: Who saw it.
+        it was altered. `client` is -1 for the aggregate, `parameters` and `buffers` are those that
+        clients started from, and `probe` is None in training. `update` is the mean of `releases`,
+        or combines those of `num_clients`.
         """
         spec = self.computation.describe()
         assert spec is not None

@@ -82,14 +82,8 @@ def private_statistics(
 
     Weights to start from may be a model of the same clients: they count unless the scenario
     declares them public. Where a partition deals by labels, one example also influences who holds
-    the others. Where a client holds equal images, one of them influences how often counted probes
-    draw the others.
-
-    Args:
-        scenario: The federation's scenario.
-        dataset: All data that a partition deals, or those of one client.
-        owns: The indices of each client's examples that are known here.
-        dealt: Whether a partition deals the data; False where clients bring their own.
+    the others (not if data are not `dealt`, as clients bring them). Where one of `owns` has equal
+    images, one of them influences how often counted probes draw the others.
     """
     found = dataset.private_statistics
     if found is None:

@@ -54,18 +54,9 @@ def calibrate_noise(
     """Returns `written` with the least noise that keeps the worst client's ε to the one asked for.
 
     The noise depends on public facts alone: whoever knows these finds the same, to the last digit.
-    If no ε is asked for, `written` stays as it is.
-
-    Args:
-        written: The stack as the scenario has it.
-        place: The stack's key in the scenario, for errors.
-        scenario: The federation's scenario.
-        schedule: Says who takes part when.
-        declared: Local training before the stack's training defenses.
-        held: Number of examples of each client; 0 where it is not known.
-
-    Raises:
-        FedsimError: the ε cannot be reached, or δ is not the one that the ledger states.
+    If no ε is asked for, `written` stays as it is. A FedsimError about the key `place` says that
+    the ε cannot be reached, or has another δ than the ledger. `declared` is before defenses, and
+    `held` has 0 where a client's number of examples is not known.
     """
     if not asked_epsilons(written):
         return written
@@ -134,11 +125,7 @@ class Account:
     held: Sequence[int]
 
     def entries(self, stack: Stack, rounds: int, *, probes: bool = True) -> list[Entry]:
-        """Returns the ledger entries after `rounds` rounds of which one has the largest ε.
-
-        An entry pairs counts of releases, with `probes` or of training alone, with a number of
-        examples.
-        """
+        """Returns the ledger entries, with `probes` or without, of which one has the largest ε."""
         scenario = self.scenario
         counts = self.worst_client_sizes(stack.training(self.declared))
         return [
@@ -156,10 +143,7 @@ class Account:
         ]
 
     def worst_client_sizes(self, training: LocalTraining) -> list[int]:
-        """Returns the numbers of examples of clients among which the largest ε is; [0] if unknown.
-
-        `training` is the local training after the stack's training defenses, not `declared`.
-        """
+        """Returns the sizes of clients among which the largest ε is; [0] if none is known."""
         return worst_client_sizes(training, [count for count in self.held if count] or self.held)
 
     def participations(self, round: int) -> set[tuple[int, ...]]:
@@ -211,10 +195,7 @@ class Account:
         ] or [Most(0, 0, 0)]
 
     def list_probed(self, rounds: int) -> tuple[ProbeReleases, ...]:
-        """Returns what a client releases as probes that is asked for them in `rounds` rounds.
-
-        It has an entry for each size of probes, unless they are declared no part of the deployment.
-        """
+        """Returns what a client releases as probes in `rounds` rounds: an entry for each size."""
         observe = self.scenario.observe
         if self.scenario.privacy.probes != "included" or not rounds:
             return ()
@@ -228,10 +209,7 @@ class Account:
         )
 
     def covers(self, round: int, probes: bool) -> str:
-        """Describes in words what the ε after `round` rounds covers, as `training of 3 rounds`.
-
-        With `probes`, it says how many there are, or that they are outside of the deployment.
-        """
+        """Describes in words what the ε after `round` rounds covers, as `training of 3 rounds`."""
         observe = self.scenario.observe
         covers = f"training of {number_of(round, 'round')}"
         asked = self.most(round)[0].probed * len(self._sizes)
@@ -249,10 +227,7 @@ class Account:
 
 
 def as_probed(declared: LocalTraining, batch_size: int) -> LocalTraining:
-    """Returns the local training of a probe of `batch_size` images, before training defenses.
-
-    Images are drawn without replacement, since the attacker knows their number.
-    """
+    """Returns `declared` for a probe of `batch_size` images, whose number the attacker knows."""
     return replace(declared, batch_size=batch_size, sampling="without_replacement")
 
 

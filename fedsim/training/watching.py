@@ -183,16 +183,7 @@ class _Watch:
             self.steps.images.clear()
 
     def on_call(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Notes the images that the model is called with; a hook before each module's call.
-
-        Only a call by the loop itself starts anew, and not one by another module within it. Of such
-        a call, the first images count that it or a module within it is handed. Images are non-empty
-        floating-point tensors of four axes. Where no gradients are computed, none are noted.
-
-        Args:
-            module: The module that is called.
-            arguments: Its positional arguments.
-        """
+        """Notes the first images that the model is called with, where gradients are computed."""
         # Modules call modules: only at depth 0 does the loop itself call, with a new batch.
         if self._depth == 0:
             self._caught = False

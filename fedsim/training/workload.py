@@ -43,12 +43,7 @@ class Workload(Server):
     def __init__(
         self, scenario: Scenario, stack_name: str, dataset: Dataset | Table | None = None
     ) -> None:
-        """Deals the scenario's data to its clients; `dataset` spares loading the source again.
-
-        Raises:
-            FedsimError: the data is missing or not what the learner takes, the partition is
-                impossible, or the model does not fit the images.
-        """
+        """Deals the scenario's data to its clients; `dataset` spares loading the source again."""
         learner = build_learner(scenario.learner)
         least = learner.least_examples(declared_training(scenario.training))
         data = learner.view(load_dataset(scenario) if dataset is None else dataset)
@@ -117,10 +112,7 @@ class Workload(Server):
         return own.update(self, round, parameters, buffers, state, probe=probe)
 
     def check_assumptions(self) -> None:
-        """Refuses, by a FedsimError, data that contradict what the stack's claim assumes of them.
-
-        Every release of a closed-form learner is checked; training assumes nothing.
-        """
+        """Refuses, by a FedsimError, data that contradict what the stack's claim assumes."""
         if self.release is None:
             return
         here = {one.number: one for one in self.clients}
@@ -144,12 +136,7 @@ class OneClient(Workload):
     def __init__(
         self, scenario: Scenario, stack_name: str, client: Client, census: Census | None = None
     ) -> None:
-        """Takes one `client`; without a `census` of all, results that need the others are wrong.
-
-        Raises:
-            FedsimError: the data is not what the learner takes, the model does not fit it, or the
-                census has another count of this client.
-        """
+        """Takes one `client`; without a `census` of all, results that need the others are wrong."""
         data = build_learner(scenario.learner).view(client.dataset)
         client = replace(client, dataset=data)
         held = len(client.own)
