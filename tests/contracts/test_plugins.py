@@ -108,25 +108,6 @@ def test_a_third_partys_mechanism_is_calculated_with_audited_and_listed() -> Non
     assert row["package"] == "fedsim-example-plugins" and row["error"] is None
 
 
-@pytest.mark.slow
-def test_nothing_of_a_mechanism_is_imported_before_it_is_asked_for() -> None:
-    code = (
-        "import sys\n"
-        "from fedsim.audit.mechanisms import audit\n"
-        "from fedsim.privacy import calculator\n"
-        "def found():\n"
-        "    return {point.module for point in points} & set(sys.modules)\n"
-        "from importlib.metadata import entry_points\n"
-        "points = entry_points(group='fedsim.mechanisms')\n"
-        "early = found()\n"
-        "calculator.delta('truncated_laplace', dict(sensitivity=1, scale=1, bound=6), epsilon=1)\n"
-        "print(sorted(found() - early), sorted(early))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['fedsim.privacy.mechanisms.laplace'] []"
-
-
 @pytest.mark.usefixtures("seen")
 def test_a_third_partys_plugins_are_listed_with_their_package() -> None:
     rows = {row["name"]: row for row in listing.rows(["attacks", "defenses"])}
@@ -312,19 +293,6 @@ class Abstract(Attack[AttackState]):
 class NoPlugin:
     pass
 """
-
-
-def test_what_an_attack_needs_has_to_be_granted(install: Install) -> None:
-    install("odd", ATTACK, "fedsim.attacks", needy="Needy")
-    written = scenario(attacks=["needy"], knowledge={"labels": "known", "bn": "running"})
-    assert resolve(written).attacks[0].label == "needy"
-    for knowledge, said in (
-        ({"labels": "inferred", "bn": "running"}, "needs knowledge.labels: known"),
-        ({"labels": "known", "bn": "none"}, "needs knowledge.bn: running"),
-    ):
-        with pytest.raises(ScenarioError, match=rf"attacks\[0\]: needy {said}.*grant it") as caught:
-            resolve(scenario(attacks=["needy"], knowledge=knowledge))
-        assert caught.value.path == "attacks[0]"
 
 
 ENGINE = """

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from fedsim.federation import server_app
@@ -72,17 +71,6 @@ def test_a_server_leads_to_no_training_example(document: dict[str, Any]) -> None
     server = workload.server()
     assert type(server) is Server
     assert not held(server, training)
-
-
-def test_a_server_computes_what_its_federation_does() -> None:
-    workload = Workload(resolve(IMAGES), "none")
-    server = workload.server()
-    parameters, buffers = workload.initial()
-    for own, other in zip((parameters, buffers), server.initial(), strict=True):
-        assert own.keys() == other.keys()
-        assert all(torch.equal(value, other[name]) for name, value in own.items())
-    assert server.evaluate(parameters, buffers) == workload.evaluate(parameters, buffers)
-    assert server.test_set() == workload.test_set()
 
 
 def test_the_engine_hands_the_server_app_no_data(

@@ -18,7 +18,6 @@ class Careless(Idle):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> AttackState:
-        """In place."""
         if knowledge.true_labels is not None:
             knowledge.true_labels.fill_(0)
         if knowledge.true_features is not None:
@@ -26,7 +25,6 @@ class Careless(Idle):
         return super().init(observation, knowledge, rng)
 
     def postprocess(self, state: AttackState) -> Reconstruction:
-        """Noise."""
         return Reconstruction(images=torch.rand(2, 3, 8, 8), loss=0.0, iterations=0)
 
 

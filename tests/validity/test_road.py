@@ -54,7 +54,6 @@ class Lamps(DataSource):
     dark: int = 40
 
     def load(self) -> Dataset:
-        """(N, 1, 12, 12) images of three classes."""
         stream = torch.Generator().manual_seed(5)
 
         def split(count: int, brightness: int) -> Tensor:
@@ -89,7 +88,6 @@ class Dice(Attack[Drawn]):
     """Draws its pixels and its own loss: only a choice by that loss gives the reported picture."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Drawn:
-        """All of it."""
         shape = (observation.num_images, *observation.model.input_shape)
         loss = torch.rand((), generator=rng)
         brightness = torch.rand((), generator=rng)
@@ -98,16 +96,13 @@ class Dice(Attack[Drawn]):
         return Drawn(loss=loss, images=images, labels=labels)
 
     def step(self, state: Drawn) -> Drawn:
-        """One, and done."""
         state.iteration += 1
         return state
 
     def terminate(self, state: Drawn) -> bool:
-        """After one step."""
         return state.iteration > 0
 
     def postprocess(self, state: Drawn) -> Reconstruction:
-        """As drawn."""
         return Reconstruction(
             images=state.images, labels=state.labels, loss=float(state.loss), iterations=1
         )
@@ -125,7 +120,6 @@ class Witness(Dice):
     }
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Drawn:
-        """Looks around."""
         handed = {
             "true_labels": knowledge.true_labels is not None,
             "exact_bn": knowledge.exact_bn is not None,
@@ -142,7 +136,6 @@ class Half(Dice):
     """Answers the first of its images alone."""
 
     def postprocess(self, state: Drawn) -> Reconstruction:
-        """One image and its label."""
         found = super().postprocess(state)
         assert found.images is not None and found.labels is not None
         return replace(found, images=found.images[:1], labels=found.labels[:1])
@@ -152,7 +145,6 @@ class Dreams(Dice):
     """Answers features of noise under the public weights, and reads nothing off the update."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Drawn:
-        """Draws images and computes their features."""
         state = super().init(observation, knowledge, rng)
         model = rebuild(observation).eval()
         with torch.no_grad():
@@ -160,7 +152,6 @@ class Dreams(Dice):
         return state
 
     def postprocess(self, state: Drawn) -> Reconstruction:
-        """The features alone."""
         return Reconstruction(features=state.labels, loss=0.0, iterations=1)
 
 
@@ -170,20 +161,17 @@ class Breaks(UpdateDefense):
     calls: ClassVar[list[int]] = []
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """No state."""
         return {}
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """The update as it is."""
         self.calls.append(1)
         if len(self.calls) % 2 == 0:
             raise RuntimeError("out of battery")
         return update, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """None."""
         return before.unproven("it breaks")
 
 

@@ -199,13 +199,6 @@ def test_an_audit_sees_statistics_that_its_worlds_do_not_share() -> None:
     assert found > claim.epsilon
 
 
-def test_the_constants_are_what_observations_show() -> None:
-    made = scenario({"name": "digits", "size": 8})
-    world = Workload(made, "dp")
-    assert world.spec is not None
-    assert (world.spec.mean, world.spec.std) == ((0.31,), (0.35,))
-
-
 def relabelled(folder: Path, name: str, other: bool) -> str:
     """An image folder of four classes, whose first training image is of the first or the last."""
     for split in ("train", "test"):

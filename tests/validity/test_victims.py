@@ -38,7 +38,6 @@ class Shades(DataSource):
     """Different ones among them: with half as many, each is there twice."""
 
     def load(self) -> Dataset:
-        """(N, 1, 8, 8)."""
 
         def split(count: int, contents: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
             shades = offset + torch.arange(count) % contents * 200 // contents
@@ -67,7 +66,6 @@ class Blank(Idle):
     """Answers one black image, however many there are."""
 
     def postprocess(self, state: AttackState) -> Reconstruction:
-        """One black image."""
         return Reconstruction(images=torch.zeros(1, 1, SIDE, SIDE), loss=0.0, iterations=1)
 
 
