@@ -28,10 +28,10 @@ from fedsim.contracts.defense import SumTerms
 from fedsim.federation import wire
 from fedsim.federation.secure_aggregation import messages
 from fedsim.federation.secure_aggregation.client import SumClient
-from fedsim.federation.secure_aggregation.layout import Layout, Ring
+from fedsim.federation.secure_aggregation.plan import Layout
 from fedsim.federation.secure_aggregation.secrets import Identity
 from fedsim.federation.secure_aggregation.server import SumServer
-from fedsim.federation.secure_aggregation.terms import Terms
+from fedsim.federation.secure_aggregation.terms import Ring, Terms
 from fedsim.federation.wire import size_of
 from fedsim.types import Update
 

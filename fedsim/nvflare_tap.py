@@ -59,7 +59,6 @@ class _JobTape:
         """Task id -> round and digest of the model that was sent."""
 
     def note_order(self, task: Shareable, context: FLContext, client: str) -> None:
-        """Records the model that a task sends to a client."""
         found = _read(task)
         task_id = context.get_prop(FLContextKey.TASK_ID)
         if found is None or not isinstance(task_id, str):
@@ -73,7 +72,6 @@ class _JobTape:
                     self._orders[task_id] = round, digest
 
     def record(self, answer: DXO, context: FLContext, client: str) -> None:
-        """Records what a client answers to the task of `context`."""
         with self._lock:
             task_id = str(context.get_prop(FLContextKey.TASK_ID))
             order = self._orders.pop(task_id, None)
@@ -96,7 +94,6 @@ class _JobTape:
             )
 
     def note_filters(self, filters: list[DeployedPart], context: FLContext) -> None:
-        """Records the filters of a client, outermost first."""
         with self._lock:
             self._recorder_of(context).note_parts("mods", filters)
 
@@ -119,10 +116,7 @@ class ServerTap(FLComponent):  # type: ignore[misc]
     """Records on the server what each client is sent and answers, before the server's filters."""
 
     def __init__(self, out: str, max_gib: float = 8.0) -> None:
-        """Makes a component for the server of a job, with a folder for each job below `out`.
-
-        What does not fit into `max_gib` GiB is counted.
-        """
+        """Makes a component for the server of a job; what exceeds `max_gib` GiB is counted."""
         super().__init__()
         # NVFlare writes a component's arguments to the job, from attributes of the same names.
         self.out, self.max_gib = str(out), max_gib

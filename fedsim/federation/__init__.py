@@ -53,16 +53,13 @@ def federate(
         out: The run's folder.
         resume: Whether `out` may hold results of this stack, which is then continued.
         on_round: Called after each round trained in this call, in order, before its checkpoint is
-            written. Rounds since the last checkpoint come again after a kill: the last report of
-            each counts.
-        server: What the server of the stack knows, to save building it; a `Workload` where clients
-            compute in this process. None builds it.
+            written. Rounds since the last checkpoint come again after a kill.
+        server: What the server of the stack knows, a `Workload` where clients compute in this
+            process; None builds it.
         link: Way to the nodes, for an engine whose nodes are on other machines; else None.
 
     Raises:
-        FedsimError: The scenario is refused (`refusals.check_scenario`), or the strategy failed. Or
-            `out` holds results of another scenario, or results of this stack although `resume` is
-            false.
+        FedsimError: The scenario is refused, the strategy failed, or `out` holds other results.
     """
     from fedsim.federation import strategies
     from fedsim.federation.checkpoint import Checkpoints
@@ -96,12 +93,7 @@ def federate(
 
 
 def build_engine(scenario: Scenario) -> FlowerEngine:
-    """Builds the engine that `scenario` names.
-
-    Raises:
-        PluginError: The engine is not installed or cannot be imported.
-        FedsimError: The engine is not a subclass of `FlowerEngine`.
-    """
+    """Builds the engine that `scenario` names, which has to derive from `FlowerEngine`."""
     from fedsim.federation.engine import FlowerEngine
     from fedsim.scenario.build import build_engine as build
     from fedsim.types import FedsimError

@@ -79,7 +79,7 @@ class Checkpoints:
         self._path = out / "checkpoints" / f"{stack}.safetensors"
         self._recordings = out / "observations" / stack
 
-    def start(self) -> int:
+    def start(self) -> None:
         """Removes recordings of rounds after the last checkpoint, which are trained again."""
         index = self._index()
         done = index.round if index else 0
@@ -88,7 +88,6 @@ class Checkpoints:
         shutil.rmtree(spool.scratch(self._out, self._stack), ignore_errors=True)
         for folder in (self._recordings, self._path.parent):
             remove_torn(folder)
-        return done
 
     @property
     def begun(self) -> bool:
@@ -158,10 +157,7 @@ class Checkpoints:
 
 
 def fingerprint(scenario: Scenario, stack: str) -> str:
-    """Returns a hexadecimal SHA-256 digest of all that decides the results of `stack`'s training.
-
-    An `OSError` says that the scenario's file of initial weights cannot be read.
-    """
+    """Returns a hexadecimal SHA-256 digest of all that decides what `stack`'s training gives."""
     sections = scenario.model_dump(
         mode="json",
         include={"seed", "device", "threads", "data", "learner", "model", "training", "observe"},

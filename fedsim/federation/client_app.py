@@ -27,9 +27,9 @@ from fedsim.federation.client_state import ClientState
 from fedsim.federation.noise_use import release_key
 from fedsim.federation.secure_aggregation import messages, plan
 from fedsim.federation.secure_aggregation.client import Memory, SumClient
-from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.secrets import SECRET, Identity, Published
 from fedsim.federation.secure_aggregation.secrets import digest as digest_of
+from fedsim.federation.secure_aggregation.terms import Ring
 from fedsim.recording.files import save_observation
 from fedsim.recording.truth import forget_truth, save_truth
 from fedsim.rng import digest
@@ -80,13 +80,10 @@ def build(
     sum_identity: SumIdentity | None = None,
     on_release: Callable[[], None] | None = None,
 ) -> ClientApp:
-    """Builds the ClientApp of `job`.
+    """Builds the ClientApp of `job`; without a `workload` this process builds its own.
 
-    Args:
-        job: What every process is told.
-        workload: Computations of the job; without them this process builds its own.
-        sum_identity: Identity of the client in secure sums, where it is on a machine of its own.
-        on_release: Called before each release, of training or of a probe; may refuse it by raising.
+    `sum_identity` is that of a client on a machine of its own. `on_release` is called before each
+    release, of training or of a probe, and may refuse it by raising.
     """
     client = FederationClient(job, workload, on_release)
     sums = Answers(client, sum_identity)
@@ -130,10 +127,7 @@ class FederationClient:
         return FederationClient, (self._job,)
 
     def identify(self, message: Message, context: Context) -> Message:
-        """Answers with the client's number, and removes what it kept of unfinished rounds.
-
-        The workload is built here, so that no round waits for it.
-        """
+        """Answers with the client's number, and removes what it kept of unfinished rounds."""
         client, done = self.client(context), wire.read_done(message.content)
         ClientState(self.out, self.workload.stack_name, client).rewind(done)
         return Message(wire.identity(client), reply_to=message)
@@ -313,10 +307,7 @@ class Answers:
     """
 
     def __init__(self, own: FederationClient, sum_identity: SumIdentity | None) -> None:
-        """Answers with the updates that `own` computes.
-
-        `sum_identity` is the client's; None in a simulation, where the scenario's seed gives keys.
-        """
+        """Answers with the updates of `own`; without an identity, the seed gives keys."""
         self._own, self._given = own, sum_identity
 
     def keys(self, message: Message, context: Context) -> Message:
@@ -421,8 +412,6 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sum:
-    """One client's part in the sum of one round."""
-
     client: SumClient
     """The client's side of the protocol, with its memory."""
     round: int

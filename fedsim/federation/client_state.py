@@ -42,10 +42,7 @@ _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
 
 @dataclass(frozen=True)
 class ClientState:
-    """Files in which one client of one stack remembers its rounds, below `out`.
-
-    The caller has checked the number `client`, which becomes part of a path.
-    """
+    """Files in which one client of one stack remembers its rounds; its number is checked before."""
 
     out: Path
     stack: str
@@ -110,10 +107,7 @@ class ClientState:
         use_once(self._notes, asked, inputs, f"client {self.client}")
 
     def note_release(self, asked: tuple[int, ...], release: Sequence[Tensors]) -> None:
-        """Notes a digest of the tensors `release` just before they are sent; refuses others.
-
-        `answer` must have noted the key `asked` before.
-        """
+        """Notes a digest of the tensors `release` just before they are sent."""
         note_release(self._notes, asked, release, f"client {self.client}")
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from fedsim.federation import wire
-from fedsim.types import FedsimError
+from fedsim.training.server import Census
+from fedsim.types import FedsimError, Unit
 from fedsim.words import number_of, printable
 
 OnWait = Callable[[int], None]
@@ -31,6 +33,15 @@ START_SECONDS = 600.0
 before they answer."""
 # How long a node that has just come may take to say who it is.
 _RETURN_SECONDS = 30.0
+
+
+CENSUS = "census"
+"""Action of the query that asks how much a node holds, and whether it would answer every stack."""
+
+_VERSION, _HELD, _STATISTICS = "version", "held", "statistics"
+_MOST_HELD = 2**40
+# Limits: reasons kept per node, characters kept per reason.
+_REASONS, _REASON = 20, 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +104,9 @@ def roll_call(
 ) -> Iterator[tuple[int, RecordDict]]:
     """Asks all nodes once `count` are connected; yields (node id, content of the node's answer).
 
-    Args:
-        grid: Grid of any engine.
-        count: Number of nodes that have to connect.
-        content: Content of each message.
-        action: Action of each message, sent as a Flower query.
-        patience: Seconds within which `count` nodes have to connect. Answers may take 600 s, since
-            nodes load their data first.
-        on_wait: Called with the number of connected nodes, when it changes and is below `count`.
-
-    Raises:
-        FedsimError: Fewer nodes connect or answer in time, or a node refuses, with its reason.
+    Each is sent `content` as a query of `action`. Nodes have to connect within `patience` seconds,
+    and `on_wait` is called with their number meanwhile; answers may take 600 s, since nodes load
+    their data first. A node that refuses, or a lack of nodes or answers, is a `FedsimError`.
     """
     begun = time.monotonic()
     answered: set[int] = set()
@@ -140,10 +143,7 @@ def roll_call(
 
 
 class Nodes:
-    """Keeps track of which node speaks for which client.
-
-    A client whose node is restarted comes back under another node id.
-    """
+    """Keeps track of which node speaks for which client: a restarted one has another id."""
 
     def __init__(self, grid: Grid, clients: int, patience: float = START_SECONDS) -> None:
         """Knows no node before `gather`, which waits for `clients` of them, `patience` seconds."""
@@ -154,10 +154,7 @@ class Nodes:
         self._known: set[int] = set()
 
     def gather(self, done: int) -> None:
-        """Waits for a node of each client, and tells every node that `done` rounds are done.
-
-        A client without a node or with two is a `FedsimError`.
-        """
+        """Waits for a node of each client, and tells all that `done` rounds are done."""
         greeting = wire.greeting(done)
         calls = roll_call(self._grid, self._count, greeting, wire.IDENTIFY, self._patience)
         for node, content in calls:
@@ -258,3 +255,66 @@ class WrappedGrid(Grid):
     ) -> Iterable[Message]:
         """Passes the call on, see `flwr.server.Grid`."""
         return self._grid.send_and_receive(messages, timeout=timeout)
+
+
+def answer_census(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -> RecordDict:
+    """Returns the content of a node's answer: its examples, and why nothing can be claimed."""
+    said = json.dumps({unit: list(reasons) for unit, reasons in statistics.items()})
+    told = ConfigRecord(
+        {_VERSION: wire.VERSION, wire.CLIENT: client, _HELD: held, _STATISTICS: said}
+    )
+    return RecordDict({wire.CONFIG: told})
+
+
+def take_census(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
+    """Asks all `clients` nodes how many examples they hold; returns the answers of all clients.
+
+    Reasons of all clients are joined, each once. Nodes have to connect within `patience` seconds,
+    of which `on_wait` is called with their number. A node that refuses, and two that say they are
+    one client, are a `FedsimError`.
+    """
+    held: dict[int, int] = {}
+    statistics: dict[Unit, list[str]] = {unit: [] for unit in get_args(Unit)}
+    for _, content in roll_call(grid, clients, RecordDict(), CENSUS, patience, on_wait):
+        client, count, reasons = _read_census(content)
+        if client in held:
+            raise FedsimError(f"two nodes say that they are client {client}; give each its own")
+        held[client] = count
+        for unit, own in statistics.items():
+            # Clients of one scenario give equal reasons, and one is enough.
+            own += [reason for reason in reasons.get(unit, []) if reason not in own]
+    missing = sorted(set(range(clients)) - set(held))
+    if missing:
+        raise FedsimError(f"no node is client {missing[0]}; number them 0 to {clients - 1}")
+    return Census(
+        held=[held[client] for client in range(clients)],
+        private_statistics={unit: tuple(own) for unit, own in statistics.items()},
+    )
+
+
+def _read_census(content: RecordDict) -> tuple[int, int, Mapping[str, list[str]]]:
+    config = content.get(wire.CONFIG)
+    # Version 1 did not say which it was.
+    if isinstance(config, ConfigRecord) and config.get(_VERSION, "1") != wire.VERSION:
+        raise FedsimError(
+            f"a node's messages are of version {printable(str(config.get(_VERSION, '1')))[:40]}, "
+            f"and this server's of version {wire.VERSION}: install the same fedsim on both sides"
+        )
+    try:
+        assert isinstance(config, ConfigRecord)
+        held, statistics = config[_HELD], json.loads(str(config[_STATISTICS]))
+        assert isinstance(held, int) and 0 <= held < _MOST_HELD
+        reasons = {
+            str(unit): [printable(str(reason))[:_REASON] for reason in said[:_REASONS]]
+            for unit, said in statistics.items()
+        }
+    except (
+        AssertionError,
+        KeyError,
+        ValueError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+    ) as error:
+        raise FedsimError("a node answers a census with something else") from error
+    return wire.read_client(content), held, reasons

@@ -85,7 +85,6 @@ class Deployed:
         }
 
     def _noise_seed(self, stack: str) -> int | None:
-        """Derives the seed of the noise that the server adds behind `stack` alone."""
         if self.secret is None:
             return None
         # Noise of its own for each stack: two sums with the same noise have a difference without

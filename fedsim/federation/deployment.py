@@ -45,11 +45,7 @@ class Deployment(FlowerEngine):
     def clients_of(
         self, scenario: Scenario, out: Path, link: Link | None, on_wait: OnWait | None
     ) -> Deployed:
-        """Asks the nodes what they hold, see `FlowerEngine`; a resumed run keeps its secret.
-
-        A `FedsimError` also says if the SuperLink is not reachable or not safe, or the link is
-        encrypted where `federation.tls` says otherwise.
-        """
+        """Asks the nodes what they hold, see `FlowerEngine`; a resumed run keeps its secret."""
         from fedsim.federation.deployed import Deployed
         from fedsim.federation.network import link as links
 
@@ -146,22 +142,20 @@ def most_bytes(server: Server) -> int:
 
 
 def take_census(scenario: Scenario, link: Link, on_wait: OnWait | None = None) -> Census:
-    """Asks the nodes behind `link` how many examples each holds, and whether they would answer.
-
-    `on_wait` is called with the number of connected nodes while more have to connect. A client
-    without a node or with two, and a node that refuses, are a `FedsimError`.
-    """
-    from fedsim.federation.network import census, flower
+    """Asks the nodes behind `link` how many examples each holds, and whether they would answer."""
+    from fedsim.federation import delivery
+    from fedsim.federation.network import flower
     from fedsim.federation.wire import VERSION
 
     written = scenario.model_dump_json()
     settings = {"version": VERSION, "scenario": written, "stack": "", "run": "", "held": ""}
     with flower.server_app(link, settings, scenario.federation.timeout) as (grid, _):
-        return census.take(grid, scenario.data.clients, scenario.federation.timeout, on_wait)
+        return delivery.take_census(
+            grid, scenario.data.clients, scenario.federation.timeout, on_wait
+        )
 
 
 def _find_owned(out: Path, homes: Sequence[Path]) -> dict[int, Path]:
-    """Returns the folder that each client's node keeps of the run in `out`, by client."""
     from fedsim.federation.deployed import run_name
     from fedsim.federation.network.home import run_folder
     from fedsim.recording import truth

@@ -27,10 +27,8 @@ class FlowerEngine(Engine):
     """Runs the ServerApp and the ClientApps of a job to their end.
 
     Both apps are the same on every engine (`server_app.build`, `client_app.build`); an engine only
-    decides where they run and how their messages travel.
-
-    A process answers one message at a time: its clients share the workload's model, which holds the
-    weights of the one that answers. Several clients at a time take several processes, not threads.
+    decides where they run and how their messages travel. A process answers one message at a time,
+    since its clients share the workload's model: several at a time take several processes.
     """
 
     @abstractmethod
@@ -39,14 +37,8 @@ class FlowerEngine(Engine):
     ) -> None:
         """Trains the rounds of `job` that come after its last checkpoint.
 
-        Args:
-            job: Stack and scenario, for every process of the federation.
-            server: The stack as the server knows it; a `Workload` unless the engine is remote.
-            on_round: Called after each round with its record.
-            link: Way to the nodes, for an engine whose nodes are on other machines; else None.
-
-        Raises:
-            FedsimError: The engine failed.
+        `server` is a `Workload` unless the engine is remote. `on_round` is called after each round
+        with its record. `link` is the way to nodes on other machines; else None.
         """
 
     def clients_of(
@@ -54,18 +46,9 @@ class FlowerEngine(Engine):
     ) -> Deployed | None:
         """Returns what is known of clients on other machines; `Deployed.save` keeps it in `out`.
 
-        The result is None if the clients are in this machine's processes, as by default.
-
-        Args:
-            scenario: Scenario that the clients have to answer.
-            out: The run's folder.
-            link: Way to the nodes, which are asked; without it, an earlier answer is read from
-                `out`.
-            on_wait: Called with the number of connected nodes while more have to connect.
-
-        Raises:
-            FedsimError: There is no link and no answer in `out`, a node refuses, or a link has no
-                use.
+        The result is None if the clients are in this machine's processes, as by default. Nodes are
+        asked by `link`; without it, an earlier answer is read from the run's folder `out`.
+        `on_wait` is called with the number of connected nodes while more have to connect.
         """
         if link is not None:
             raise FedsimError("--superlink: this engine has no nodes elsewhere; leave it out")

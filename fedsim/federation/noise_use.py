@@ -37,12 +37,8 @@ def use_once(
 ) -> None:
     """Notes in `path` that the noise of one release is used for `values`, and for no others.
 
-    Args:
-        path: A file of JSON lines, made if it is not there.
-        own: Key of the release, as `release_key` returns it.
-        values: All that decides the release, or the release itself.
-        who: Owner of the noise, for the error.
-        what: Words for what is used once, for the error.
+    `own` is the key of the release, and `values` all that decides it, or the release itself. `who`
+    and `what` name the owner and what is used once, for the error.
     """
     at, noted = digest(*values), _read(path)
     before = [entry["digest"] for entry in noted if entry["asked"] == list(own)]

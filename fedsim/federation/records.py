@@ -20,7 +20,7 @@ class RoundRecord:
     round: int
     """Number of the round, from 1."""
     participants: tuple[int, ...]
-    """Clients that were asked to train, ascending; empty once the strategy's accountant has stopped
+    """Clients that were asked to train, ascending; empty once an accountant has stopped
     training."""
     aggregated: int
     """Number of updates in the new global model; with 0 it stayed as it was."""
@@ -33,8 +33,7 @@ class RoundRecord:
     test_accuracy: float | None
     """Accuracy on the test data, in [0, 1]; None in rounds that are not evaluated."""
     failures: Mapping[str, int]
-    """Number of updates that were left out, for each of `REASONS`: `client_error`, `late`,
-    `malformed`, `non_finite` and `too_few`."""
+    """Number of updates that were left out, for each of `REASONS`."""
     details: tuple[str, ...]
     """One short line per failure (of a probe, too), at most 20."""
     zero_updates: int
@@ -42,8 +41,7 @@ class RoundRecord:
     probe_failures: int
     """Number of probes without a recording; they are never aggregated, and so no `failures`."""
     bytes_up: int
-    """Serialized size of the clients' answers to the training messages, in bytes, without
-    probes."""
+    """Serialized size of the answers to the training messages, in bytes, without probes."""
     bytes_down: int
     """Serialized size of the training messages, in bytes."""
     seconds: float

@@ -47,10 +47,7 @@ def check(server: Server) -> None:
 
 
 def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
-    """Runs the checks of all stacks together, once their privacy claims are known.
-
-    `servers` and `claims` are by name of the stack.
-    """
+    """Runs the checks of all stacks together, once their privacy claims are known."""
     for ask in OF_RUN:
         ask(scenario, servers, claims)
 

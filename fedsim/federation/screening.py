@@ -25,8 +25,7 @@ class Screening:
     """Verdict on one answer: what could be read of it, and why the round leaves it out, if so."""
 
     answer: wire.WireAnswer | None = None
-    """The answer, also if it is left out for holding NaN or infinity; None if it could not be
-    read."""
+    """The answer, also if it holds NaN or infinity; None if it could not be read."""
     reason: str | None = None
     """One of `records.REASONS`, such as `late`; None if the answer is accepted."""
     text: str = ""

@@ -41,11 +41,8 @@ def build(
 ) -> ServerApp:
     """Returns the ServerApp that trains the stack of `server`, from its last checkpoint on.
 
-    Args:
-        server: The stack as the server knows it.
-        out: The run's folder.
-        on_round: Called after each round with its record, before a checkpoint is written.
-        delivery: How messages travel to clients; by default they take turns on one machine.
+    `on_round` is called after each round with its record, before a checkpoint is written. By
+    default clients take turns on one machine (`delivery`).
     """
     app = ServerApp()
 
@@ -60,8 +57,6 @@ def build(
 
 
 class _StackTraining:
-    """Trains one stack: holds its global model and strategy, and the tap between them."""
-
     def __init__(self, server: Server, tap: TapGrid, nodes: Nodes, out: Path) -> None:
         self._server = server
         self._tap = tap
@@ -88,7 +83,6 @@ class _StackTraining:
             strategies.restore_memory(self._strategy, saved.strategy, saved.strategy_tensors)
 
     def run(self, on_round: OnRound) -> None:
-        """Trains the rounds that are left, and calls `on_round` after each with its record."""
         scenario = self._server.scenario
         last = scenario.training.rounds
         self._nodes.gather(self._done)
@@ -180,7 +174,6 @@ class _StackTraining:
         return [rng.derive(secret, "strategy", round, n) % 2**32 for n in range(_SECRET_WORDS)]
 
     def _say_spent(self) -> None:
-        """Notes, once, that the accountant has stopped training, and which ε holds."""
         # Flower asks each later round again, and raises each time.
         if self._is_spent:
             return

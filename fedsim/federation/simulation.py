@@ -69,10 +69,7 @@ class Simulation(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Trains the remaining rounds of `job` in a child process, which builds its own workload.
-
-        A `FedsimError` has the child's own error, or the end of what it printed.
-        """
+        """Trains the remaining rounds of `job` in a child process with its own workload."""
         scratch = Path(tempfile.mkdtemp(prefix="fedsim-"))  # Ray's sockets need a short path
         try:
             with (scratch / "log").open("w+b") as log:
@@ -134,7 +131,6 @@ def _tell(pipe: IO[bytes], message: dict[str, Any]) -> None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kills the child and the whole process group that it leads."""
     if child.stdin:
         with suppress(BrokenPipeError):
             child.stdin.close()
@@ -146,11 +142,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Runs as the child process of `Simulation.train`.
-
-    It reads the job from stdin, trains it, and writes its rounds to stdout as JSON lines. After
-    each of them it waits for a line on stdin, and then writes the checkpoint if one is due.
-    """
+    """Runs as the child process of `Simulation.train`: jobs on stdin, rounds on stdout."""
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     # Whatever a library prints is no line of ours.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -210,7 +202,6 @@ def _simulate(settings: dict[str, Any], scratch: Path, on_round: OnRound) -> Non
 
 
 def _resources(per_client: int, server: Server, scratch: Path) -> dict[str, Any]:
-    """Returns Ray's settings: at most as many workers as clients run at a time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     per_client = min(per_client, cores or 1)
     schedule, last = server.schedule, server.scenario.training.rounds

@@ -175,10 +175,7 @@ class Averages:
         self._forget()
 
     def add(self, release: MeanRelease) -> None:
-        """Adds one more release to the mean of `release.client`.
-
-        One that combines another number of clients than the first is ignored.
-        """
+        """Adds a release to the mean of its client, if it combines as many clients as the first."""
         client, update = release.client, release.update
         count, clients = self._counts.get(client, (0, release.num_clients))
         if clients != release.num_clients:
@@ -236,10 +233,7 @@ class LazyArray(Array):
 
 
 def lazy_record(like: Tensors, load: Callable[[str], Tensor]) -> ArrayRecord:
-    """Returns a record of arrays with the names, order, types and shapes of `like`.
-
-    `load(name)` is called each time that an array is read. All tensors are on the CPU.
-    """
+    """Returns a record of arrays like `like`, each of which `load(name)` gives when it is read."""
     record = ArrayRecord()
     for name, tensor in like.items():
         record[name] = LazyArray(tensor, partial(load, name))

@@ -214,8 +214,6 @@ def _value(name: str, key: str, value: Any, accepted: Mapping[str, inspect.Param
 
 
 class _AccountantSettings(BaseModel):
-    """Settings of Flower's accountant."""
-
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     max_epsilon: Annotated[float, Field(gt=0, le=1e6)]
@@ -223,7 +221,6 @@ class _AccountantSettings(BaseModel):
 
 
 def _accountant(value: Any, sampled: Any) -> RdpAccountant:
-    """Returns Flower's accountant for rounds of so many `sampled` clients."""
     try:
         budget = _AccountantSettings.model_validate(value)
         # Nothing is amplified by sampling, and then the accountant uses no number of clients.

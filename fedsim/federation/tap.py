@@ -11,11 +11,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM
 from torch import Tensor
@@ -26,9 +26,8 @@ from fedsim.federation.delivery import Delivery, WrappedGrid, exchange
 from fedsim.federation.noise_use import notes, release_key, use_once
 from fedsim.federation.screening import Tally, judge
 from fedsim.federation.secure_aggregation import plan
-from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.rounds import Model, SecureSum
-from fedsim.federation.secure_aggregation.terms import AbortedError
+from fedsim.federation.secure_aggregation.terms import AbortedError, Ring
 from fedsim.federation.spool import BUDGET, Averages, MeanRelease, Spool, lazy_record, scratch
 from fedsim.federation.wire import size_of
 from fedsim.recording.files import save_observation
@@ -37,14 +36,8 @@ from fedsim.training.server import Server
 from fedsim.types import FedsimError, Tensors, Update
 from fedsim.words import number_of
 
-
-@dataclass(frozen=True)
-class _Ordered:
-    """A message to a client that asks for training (probe None) or for a probe."""
-
-    message: Message
-    client: int
-    probe: Probe | None
+_Ordered = tuple[Message, int, Probe | None]
+# A message, its client, and the probe that it asks for; None for training.
 
 
 class TapGrid(WrappedGrid):
@@ -56,15 +49,7 @@ class TapGrid(WrappedGrid):
     def __init__(
         self, grid: Grid, server: Server, nodes: Mapping[int, int], out: Path, delivery: Delivery
     ) -> None:
-        """Wraps `grid`, before any round.
-
-        Args:
-            grid: Grid of any engine.
-            server: What the server of the stack knows.
-            nodes: The node of each client, looked up when a round begins.
-            out: Folder below which recordings go.
-            delivery: How messages travel.
-        """
+        """Wraps the `grid` of any engine; `nodes`, by client, are looked up when a round begins."""
         super().__init__(grid)
         self._server = server
         self._nodes = nodes
@@ -103,11 +88,7 @@ class TapGrid(WrappedGrid):
         self.tally = Tally()
 
     def end(self) -> Tensors:
-        """Forgets the round's replies; returns the new global float buffers.
-
-        These are the mean over the accepted answers, weighted by examples, whatever the strategy;
-        without such answers, the old ones.
-        """
+        """Forgets the round's replies; returns the mean of the answers' float buffers."""
         # Buffers are statistics: a server optimizer could make a variance negative.
         self._spool.clear()
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -125,8 +106,7 @@ class TapGrid(WrappedGrid):
         It is called once between `begin` and `end`, and replaces the content of `messages` by
         fedsim's own order. It returns one reply for each accepted update, by ascending client, or
         none: a reply's arrays are that client's new weights, computed when they are read, until
-        `end`. If the stack combines updates, there is one reply with the combination. `timeout` is
-        how many seconds without any answer are waited for; by default the scenario's.
+        `end`. If the stack combines updates, there is one reply with the combination.
         """
         # Sums depend on their order, and node numbers differ between engines: the order is by
         # client.
@@ -151,7 +131,7 @@ class TapGrid(WrappedGrid):
         self.tally.bytes_down = size_of(content) * len(jobs)
         probes = self._plan.probes
         observed = self._plan.observed
-        orders = [_Ordered(message, self._client_of(message), None) for message in jobs]
+        orders: list[_Ordered] = [(message, self._client_of(message), None) for message in jobs]
         record = bool(observed) and not probes
         spools: dict[Probe | None, Spool] = {None: self._spool}
         # Where probes are recorded, the round's own training is not.
@@ -226,15 +206,13 @@ class TapGrid(WrappedGrid):
         return [self._finish_combined(updates[0], opened.reply)]
 
     def _finish_combined(self, combined: Update, reply: Message) -> Message:
-        """Turns the one update that the server sees into the strategy's reply."""
         self._new_buffers = combined.buffers or self._buffers
         weights = {n: self._apply_update(n, combined.tensors[n]) for n in self._parameters}
         numbers = wire.metrics_of(combined.num_examples, None, None)
-        reply.content = _result(wire.encode(weights), numbers)
+        reply.content = RecordDict({wire.ARRAYS: wire.encode(weights), wire.METRICS: numbers})
         return reply
 
     def _probe(self, probes: Sequence[Probe], observed: Collection[int], timeout: float) -> None:
-        """Exchanges and records `probes` of the `observed` clients."""
         trained = self._parameters
         self._parameters = self._server.plant_probe(trained, self._round)
         arrays = self._arrays if self._parameters is trained else wire.encode(self._parameters)
@@ -252,7 +230,6 @@ class TapGrid(WrappedGrid):
         observed: Collection[int],
         timeout: float,
     ) -> None:
-        """Asks all `observed` clients for all `probes` at once, as often as the scenario says."""
         # The spools of all these probes stay within the budget together.
         budget = BUDGET // len(probes)
         with ExitStack() as until_answered:
@@ -287,14 +264,12 @@ class TapGrid(WrappedGrid):
         observed: Collection[int],
         timeout: float,
     ) -> None:
-        """Asks the `observed` clients once for each probe, whose answers go to its spool."""
         kind = f"train.{wire.PROBE}"
         orders = []
         for probe in spools:
             content = self._order(arrays, probe)
             orders += [
-                _Ordered(Message(content, self._nodes[client], kind), client, probe)
-                for client in observed
+                (Message(content, self._nodes[client], kind), client, probe) for client in observed
             ]
         asked: dict[Probe | None, Spool] = dict(spools.items())
         accepted = self._collect(orders, observed, timeout, asked)
@@ -312,18 +287,14 @@ class TapGrid(WrappedGrid):
         timeout: float,
         spools: Mapping[Probe | None, Spool],
     ) -> dict[Probe | None, dict[int, Message]]:
-        """Exchanges `orders` and returns the accepted, emptied replies by probe and client.
-
-        Updates of `observed` clients are recorded; `spools` has one for each probe, and for
-        training.
-        """
+        """Exchanges `orders` and returns the accepted, emptied replies by probe and client."""
         combines = self._server.stack.aggregation is not None
         accepted: dict[Probe | None, dict[int, Message]] = {probe: {} for probe in spools}
-        messages = [order.message for order in orders]
+        messages = [message for message, _, _ in orders]
         # A node works off its orders one after the other, so that the last has to wait for all.
         expire = timeout * len(spools) if self._delivery.own_machines else None
         for position, reply in exchange(self._grid, messages, timeout, expire_after=expire):
-            client, probe = orders[position].client, orders[position].probe
+            _, client, probe = orders[position]
             if reply is not None and reply.has_content() and probe is None:
                 self.tally.bytes_up += size_of(reply.content)
             verdict = judge(reply, self._expected_of(client, probe))
@@ -353,7 +324,6 @@ class TapGrid(WrappedGrid):
         return self._clients[message.metadata.dst_node_id]
 
     def _replies(self, accepted: dict[int, Message], *, record: bool) -> list[Message]:
-        """Returns the strategy's replies for a round's training, and fills the tally."""
         spool, tally = self._spool, self.tally
         tally.accepted = tuple(spool.clients())
         tally.zero_updates = spool.zero_updates
@@ -372,7 +342,8 @@ class TapGrid(WrappedGrid):
             # Weights are made when the strategy reads them: one client's at a time lies in memory.
             arrays = lazy_record(self._parameters, partial(self._weight, client))
             numbers = spool.num_examples(client), spool.loss(client), self._is_clipped[client]
-            reply.content = _result(arrays, wire.metrics_of(*numbers))
+            metrics = wire.metrics_of(*numbers)
+            reply.content = RecordDict({wire.ARRAYS: arrays, wire.METRICS: metrics})
         return [accepted[client] for client in sorted(accepted)]
 
     def _too_few(self, accepted: Collection[int]) -> bool:
@@ -461,7 +432,3 @@ class TapGrid(WrappedGrid):
     def _order(self, arrays: ArrayRecord, probe: Probe | None) -> RecordDict:
         buffers = wire.encode(self._buffers)
         return wire.order(self._round, arrays, buffers, probe, self._clipping_norm)
-
-
-def _result(arrays: ArrayRecord, metrics: MetricRecord) -> RecordDict:
-    return RecordDict({wire.ARRAYS: arrays, wire.METRICS: metrics})

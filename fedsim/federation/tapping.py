@@ -82,9 +82,6 @@ def tap(
             their round, batches of orders to train are counted.
         clients: Maximum number of clients recorded, those that are asked first; default all.
         max_gib: Maximum size of a run on disk, in GiB; what does not fit is left out and counted.
-
-    Raises:
-        FedsimError: `target` is neither a grid nor a strategy, or a value is out of range.
     """
     recorder_of = _recorders(out, rounds, clients, max_gib)
     if isinstance(target, Strategy):
@@ -113,16 +110,8 @@ def client_tap(
 ) -> Mod:
     """Returns a mod of a ClientApp that records what this client receives and answers.
 
-    The mod must be the first of the app's mods, so that it records what leaves the machine.
-
-    Args:
-        out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
-        rounds: Rounds that are recorded, counted from 1; default all. Where orders do not name
-            their round, orders to train are counted.
-        max_gib: Maximum size of a run on disk, in GiB; what does not fit is left out and counted.
-
-    Raises:
-        FedsimError: A value is out of range.
+    The mod must be the first of the app's mods, so that it records what leaves the machine. Each
+    run gets a folder of its own in `out`. `rounds` and `max_gib` are those of `tap`.
     """
     recorder_of = _recorders(out, rounds, None, max_gib)
 
@@ -162,12 +151,8 @@ def witness(
         out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
         rounds: Rounds that are kept, counted from 1; default all. Given rounds leave out every
             message that does not name its round, see `round_of`.
-        max_images: Maximum number of distinct images kept of one order to train; others are
-            counted.
+        max_images: Maximum number of distinct images kept of one order to train.
         max_gib: Maximum size of a run on this disk, in GiB; what does not fit is not kept.
-
-    Raises:
-        FedsimError: A value is out of range.
     """
     if max_images < 1:
         raise FedsimError(f"max_images: expected at least 1, got {max_images}")
@@ -204,7 +189,6 @@ def witness(
 
 
 def _client_tape(recorder_of: _Recorders, context: Context) -> _Tape | None:
-    """Returns the tape of this client's run; None if its folder cannot be looked at."""
     try:
         recorder = recorder_of(context.run_id, "client")
         # Of messages that do not say which round they are of, those before this one are on disk.
@@ -231,10 +215,7 @@ def _recorders(
 
 
 def folder_with_room(out: str | Path, max_gib: float) -> tuple[Path, int]:
-    """Returns `out` as an absolute path, and `max_gib` GiB as a number of bytes.
-
-    A `FedsimError` says if `max_gib` is no finite number above 0, or the folder is not writable.
-    """
+    """Returns `out` as an absolute path, checked, and `max_gib` GiB as a number of bytes."""
     if not 0 < max_gib < math.inf:
         raise FedsimError(f"max_gib: expected a finite number above 0, got {max_gib}")
     folder = Path(out).absolute()  # an app may change its folder
@@ -317,7 +298,6 @@ class _Tape:
         sent.digest = self._recorder.save_broadcast(sent.round, wire.views(content))
 
     def note_parts(self, kind: PartKind, read: Callable[[], list[DeployedPart]]) -> None:
-        """Records the parts of the app that `read` finds."""
         try:
             parts = read()
             self._later(lambda: self._recorder.note_parts(kind, parts), {})
@@ -325,7 +305,6 @@ class _Tape:
             self._count_failure(error)
 
     def record(self, sent: _Sent, message_id: str, reply: Message) -> None:
-        """Records a node's answer to the order `sent`."""
         try:
             if not reply.has_content():
                 self._leave_out("a client answered with an error")
@@ -380,8 +359,6 @@ class _Tape:
 
 
 class _TappedGrid(WrappedGrid):
-    """A grid that records what passes through it."""
-
     def __init__(self, grid: Grid, recorder_of: _Recorders) -> None:
         super().__init__(grid)
         self._recorder_of = recorder_of
@@ -393,17 +370,14 @@ class _TappedGrid(WrappedGrid):
         weakref.finalize(self, behind.finish, _STALLED)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the engine's grid has beside Flower's interface."""
         if "_grid" not in self.__dict__:  # in a copy that is being made
             raise AttributeError(name)
         return getattr(self._grid, name)
 
     def get_nodes(self) -> Any:
-        """Passes the call on, see `flwr.server.Grid`."""
         return self._grid.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Notes the orders to train, and passes the call on, see `flwr.server.Grid`."""
         sending = list(messages)
         noted = self._note(sending)
         ids = list(self._grid.push_messages(sending))
@@ -416,13 +390,11 @@ class _TappedGrid(WrappedGrid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Passes the call on, and records the answers, see `flwr.server.Grid`."""
         return self._record_replies(self._grid.pull_messages(message_ids), self._pending)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Passes the call on, and records orders and answers, see `flwr.server.Grid`."""
         sending = list(messages)
         noted = self._note(sending)
         replies = self._grid.send_and_receive(sending, timeout=timeout)
@@ -434,7 +406,6 @@ class _TappedGrid(WrappedGrid):
         return self._record_replies(replies, waiting)
 
     def note_strategy(self, strategy: Strategy) -> None:
-        """Records the settings and the accountant's state of `strategy`."""
         for tape in self._tapes.values():
             tape.note_parts("strategies", lambda: list_strategies(strategy))
 
@@ -453,7 +424,6 @@ class _TappedGrid(WrappedGrid):
     def _record_replies(
         self, replies: Iterable[Message], waiting: dict[str, _Sent]
     ) -> Iterable[Message]:
-        """Records `replies` as they are read, or at once if they are a list."""
         if isinstance(replies, list):
             for reply in replies:
                 self._record(reply, waiting)
@@ -549,10 +519,7 @@ _NEXT, _MOD = "_ffn", "_mod"
 
 
 def list_mods(call_next: Callable[..., Any]) -> list[DeployedPart]:
-    """Returns the mods of the ClientApp whose mod calls this, outermost first.
-
-    `call_next` is what the calling mod was handed. fedsim's own mods are left out.
-    """
+    """Returns the mods of the ClientApp, but fedsim's, whose mod calls this, outermost first."""
     # Mods further out have called on and wait: they are among the frames of this thread.
     outer = [f.f_locals[_MOD] for f in _frames() if {_NEXT, _MOD} <= f.f_locals.keys()]
     found = [*reversed(outer), *_list_inner(call_next)]
@@ -579,11 +546,7 @@ def find_strategy() -> Strategy | None:
 
 
 def list_strategies(strategy: Strategy) -> list[DeployedPart]:
-    """Returns a strategy and those that it wraps, outermost first, with their accountants.
-
-    What an accountant is told and has counted are settings of its strategy: `accountant_epsilon`,
-    `accountant_releases`, `accountant_delta` and `accountant_max_epsilon`.
-    """
+    """Returns a strategy and those that it wraps, outermost first, with their accountants."""
     found = []
     inner: Any = strategy
     while isinstance(inner, Strategy):
@@ -594,7 +557,6 @@ def list_strategies(strategy: Strategy) -> list[DeployedPart]:
 
 
 def _read_accountant(strategy: Strategy) -> dict[str, Any]:
-    """Returns what a strategy's accountant is told and has counted, as settings; empty if none."""
     accountant = getattr(strategy, "accountant", None)
     if accountant is None:
         return {}
@@ -608,7 +570,6 @@ def _read_accountant(strategy: Strategy) -> dict[str, Any]:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Yields the frames of this thread's calls, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

@@ -66,10 +66,7 @@ class MalformedError(FedsimError):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A server's order to a client: to train (`probe` is None), or to answer a probe.
-
-    `parameters` and `buffers` are those of the global model, without integer buffers.
-    """
+    """A server's order to train (`probe` is None), or to answer a probe, at the global model."""
 
     round: int
     parameters: Tensors
@@ -231,10 +228,7 @@ def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
 
 
 def greeting(done: int) -> RecordDict:
-    """Returns the content of a message that asks a node for its client.
-
-    It says that rounds up to `done`, or none (0), are finished.
-    """
+    """Returns the content of a message that asks a node for its client after `done` rounds."""
     return RecordDict({CONFIG: ConfigRecord({ROUND: done})})
 
 
@@ -263,7 +257,6 @@ def decode_like(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
 
 
 def _tensor(name: str, array: Array, like: Tensor | None = None) -> Tensor:
-    """Decodes one array; with `like`, its dtype and shape must be those."""
     values = _values(name, array)
     try:
         # A copy: the bytes of a message are read-only, and gone with it.
@@ -310,7 +303,6 @@ def _header(name: str, data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any
 
 @lru_cache(maxsize=1024)
 def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Parses the header of a NumPy file, and remembers it."""
     # It takes longer than reading a small array.
     buffer = io.BytesIO(header)
     if np.lib.format.read_magic(buffer) != (1, 0):

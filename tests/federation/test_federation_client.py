@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from clock import stopped
 from federation_support import observation, scenario, train, workload
 from flwr.app import Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 
 from fedsim.federation import client_app, wire
 from fedsim.federation.client_app import FederationJob
 from fedsim.federation.client_state import ClientState
-from fedsim.federation.delivery import Nodes, exchange
-from fedsim.federation.local import LocalGrid, identity
+from fedsim.federation.local import identity
 from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError
 
@@ -163,119 +159,3 @@ def test_error_feedback_remembers_across_rounds(tmp_path: Path) -> None:
         memory = dict(result.state)
     stored = ClientState(tmp_path, "topk", 0).before(4)
     assert all(torch.equal(stored[name], value) for name, value in memory.items())
-
-
-def grid(answer: Callable[[Message, Context], Message], timeout: float = 60.0) -> LocalGrid:
-    app = ClientApp()
-    app.train()(answer)
-    app.query("identify")(answer)
-    return LocalGrid(app, 3, timeout)
-
-
-def messages(content: RecordDict) -> list[Message]:
-    return [Message(content, node, "train") for node in (2, 3, 4)]
-
-
-def test_clients_share_no_memory_with_the_server_or_each_other() -> None:
-    def scribble(message: Message, context: Context) -> Message:
-        message.content.array_records["arrays"].clear()
-        context.state["mine"] = wire.encode({"x": torch.zeros(1)})
-        return Message(RecordDict({"state": wire.encode({})}), reply_to=message)
-
-    sent = RecordDict({"arrays": wire.encode({"x": torch.ones(2)})})
-    with identity():
-        local = grid(scribble)
-        replies = local.send_and_receive(messages(sent))
-    assert len(replies) == 3 and "x" in sent.array_records["arrays"]
-
-
-def test_a_message_content_used_again_is_sent_as_it_is_then() -> None:
-    """The messages of a round share theirs, and it is serialized once; the next round's is not."""
-    seen = []
-
-    def look(message: Message, context: Context) -> Message:
-        seen.append(float(wire.decode(message.content["arrays"])["x"]))  # type: ignore[arg-type]
-        return Message(RecordDict(), reply_to=message)
-
-    content = RecordDict({"arrays": wire.encode({"x": torch.tensor(1.0)})})
-    with identity():
-        local = grid(look)
-        local.send_and_receive(messages(content))
-        content["arrays"] = wire.encode({"x": torch.tensor(2.0)})
-        local.send_and_receive(messages(content))
-    assert seen == [1.0] * 3 + [2.0] * 3
-
-
-def test_one_clients_exception_is_its_own() -> None:
-    def answer(message: Message, context: Context) -> Message:
-        if context.node_config["partition-id"] == 1:
-            raise RuntimeError("broken client")
-        return Message(RecordDict(), reply_to=message)
-
-    with identity():
-        replies = grid(answer).send_and_receive(messages(RecordDict()))
-    assert [reply.has_error() for reply in replies] == [False, True, False]
-    assert replies[1].error.reason == "RuntimeError: broken client"
-
-
-def test_a_client_is_late_by_its_own_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three clients of 0.1 s each are not late at 0.2 s, one of 0.3 s is."""
-    clock = stopped(monkeypatch)
-
-    def answer(message: Message, context: Context) -> Message:
-        clock.sleep(0.3 if context.node_config["partition-id"] == 1 else 0.1)
-        return Message(RecordDict(), reply_to=message)
-
-    with identity():
-        local = grid(answer, timeout=0.2)
-        found = dict(exchange(local, messages(RecordDict()), timeout=0.2))
-    assert {position for position, reply in found.items() if reply is None} == {1}
-
-
-def test_waiting_for_a_worker_makes_nobody_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One worker, three clients of 0.15 s: the last answers after 0.45 s, on time at 0.3 s."""
-    clock = stopped(monkeypatch)
-
-    class OneWorker(LocalGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-            return super().pull_messages(list(message_ids)[:1])
-
-    def answer(message: Message, context: Context) -> Message:
-        clock.sleep(0.15)
-        return Message(RecordDict(), reply_to=message)
-
-    app = ClientApp()
-    app.train()(answer)
-    with identity():
-        found = list(exchange(OneWorker(app, 3, 60.0), messages(RecordDict()), timeout=0.3))
-    assert len(found) == 3 and all(reply is not None for _, reply in found)
-
-
-def test_silence_makes_an_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped(monkeypatch)
-
-    class Silent(LocalGrid):
-        def pull_messages(self, message_ids: object) -> object:  # type: ignore[override]
-            return []
-
-    with identity():
-        silent = Silent(ClientApp(), 3, 60.0)
-        found = list(exchange(silent, messages(RecordDict()), timeout=0.1))
-    assert found == [(0, None), (1, None), (2, None)]
-
-
-def test_nodes_are_told_apart_by_what_they_say() -> None:
-    def reversed_ids(message: Message, context: Context) -> Message:
-        return Message(
-            wire.identity(2 - int(context.node_config["partition-id"])), reply_to=message
-        )
-
-    def all_the_same(message: Message, context: Context) -> Message:
-        return Message(wire.identity(0), reply_to=message)
-
-    with identity():
-        nodes = Nodes(grid(reversed_ids), 3)
-        nodes.gather(0)
-        assert nodes.by_client == {0: 4, 1: 3, 2: 2}
-        with pytest.raises(FedsimError, match="two nodes say that they are client 0"):
-            Nodes(grid(all_the_same), 3).gather(0)

@@ -62,9 +62,13 @@ def messages(grid: LocalGrid, content: RecordDict, kind: str = "train") -> list[
     return [Message(content, node, kind) for node in grid.get_node_ids()]
 
 
-def tapped(grid: LocalGrid, out: Path, content: RecordDict | None = None) -> list[Message]:
-    """What the clients answer to an order, through a tap."""
-    return list(fedsim.tap(grid, out=out).send_and_receive(messages(grid, content or order())))
+def tapped(
+    out: Path, answer: Any = None, clients: int = 1, content: Any = None, **options: Any
+) -> list[Message]:
+    """What clients answer to an order, through a tap."""
+    plain = LocalGrid(client(answer), clients, 60)
+    grid = fedsim.tap(plain, out=out, **options)
+    return list(grid.send_and_receive(messages(plain, content or order())))
 
 
 def test_what_was_sent_and_answered_is_recorded(tmp_path: Path) -> None:
@@ -90,14 +94,8 @@ def test_orders_that_are_pushed_and_pulled_are_recorded_too(tmp_path: Path) -> N
     ids = list(grid.push_messages(messages(plain, order(None))))
     assert len(list(grid.pull_messages(ids))) == 2
     list(grid.send_and_receive(messages(plain, order(None))))
+    list(grid.send_and_receive(messages(plain, order(None), "evaluate")))
     assert [each.round for each in read_exchanges(run_folder(tmp_path))] == [1, 1, 2, 2]
-
-
-def test_only_training_is_recorded(tmp_path: Path) -> None:
-    plain = LocalGrid(client(), 2, 60)
-    list(fedsim.tap(plain, out=tmp_path).send_and_receive(messages(plain, order(), "evaluate")))
-    with pytest.raises(FedsimError, match="no recorded run in it"):
-        run_folder(tmp_path)
 
 
 def test_rounds_clients_and_the_disk_are_bounded(tmp_path: Path) -> None:
@@ -123,9 +121,7 @@ def test_no_name_in_a_message_is_part_of_a_path(tmp_path: Path) -> None:
             {evil: ArrayRecord({evil: Array(np.ones(2))}), "m": MetricRecord({evil * 99: 1})}
         )
 
-    plain = LocalGrid(client(answer), 1, 60)
-    grid = fedsim.tap(plain, out=tmp_path / "in")
-    list(grid.send_and_receive(messages(plain, order(1, **{evil: torch.zeros(2)}))))
+    tapped(tmp_path / "in", answer, content=order(1, **{evil: torch.zeros(2)}))
     (exchange,) = read_exchanges(run_folder(tmp_path / "in"))
     assert list(exchange.read_reply()) == [evil]
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -147,8 +143,7 @@ def test_an_answer_that_cannot_be_recorded_reaches_the_app(fault: str, tmp_path:
             {"nothing": {}, "two": {"x": arrays, "y": arrays}}.get(fault, {"x": arrays})
         )
 
-    plain = LocalGrid(client(answer), 1, 60)
-    (reply,) = fedsim.tap(plain, out=tmp_path).send_and_receive(messages(plain, order()))
+    (reply,) = tapped(tmp_path, answer)
     assert reply.has_error() == (fault == "error")
     assert left_out(run_folder(tmp_path)) and not list(tmp_path.rglob("node-*"))
     with pytest.raises(FedsimError, match="no exchange in it"):
@@ -187,8 +182,7 @@ def _move(message: Message, _: Context) -> Message:
 
 
 def test_a_damaged_recording_is_refused(tmp_path: Path) -> None:
-    plain = LocalGrid(client(), 1, 60)
-    tapped(plain, tmp_path)
+    tapped(tmp_path)
     folder = run_folder(tmp_path)
     (exchange,) = read_exchanges(folder)
     file = exchange.path.with_suffix(".safetensors")
@@ -217,9 +211,6 @@ def test_a_damaged_recording_is_refused(tmp_path: Path) -> None:
 def test_a_tap_out_of_range_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(FedsimError, match=said):
         fedsim.tap(FedAvg(), out=tmp_path, **options)
-
-
-def test_nothing_else_is_tapped(tmp_path: Path) -> None:
     with pytest.raises(FedsimError, match="expected a Grid or a Strategy"):
         fedsim.tap("grid", out=tmp_path)  # type: ignore[type-var]
 
@@ -246,7 +237,8 @@ def test_another_nodes_answer_is_not_recorded_as_that_of_the_one_asked(tmp_path:
             return replies
 
     plain = Confused(client(), 1, 60)
-    assert len(tapped(plain, tmp_path)) == 1
+    grid = fedsim.tap(plain, out=tmp_path)
+    assert len(list(grid.send_and_receive(messages(plain, order())))) == 1
     assert left_out(run_folder(tmp_path)) == ["another node answered than was asked: 1 message"]
 
 
@@ -271,8 +263,7 @@ def test_reasons_that_senders_make_up_are_bounded(tmp_path: Path) -> None:
         data = b"\x93NUMPY\x01\x00\x04\x00no!\n"
         return RecordDict({"x": ArrayRecord({name: Array("object", (1,), "numpy.ndarray", data)})})
 
-    plain = LocalGrid(client(answer), 150, 60)
-    tapped(plain, tmp_path)
+    tapped(tmp_path, answer, 150)
     lines = left_out(run_folder(tmp_path))
     assert len(lines) == 101 and lines[-1] == "other reasons: 50 messages"
 
@@ -288,9 +279,7 @@ def test_names_and_metrics_have_no_more_room_than_numbers(flood: str, tmp_path: 
         return RecordDict({"x": arrays, "c": ConfigRecord(dict(words))})
 
     most = 60_000
-    plain = LocalGrid(client(answer), 3, 60)
-    grid = fedsim.tap(plain, out=tmp_path, max_gib=most / 2**30)
-    list(grid.send_and_receive(messages(plain, order())))
+    tapped(tmp_path, answer, 3, max_gib=most / 2**30)
     folder = run_folder(tmp_path)
     assert sum(path.stat().st_size for path in folder.glob("round-*/*")) <= most
     assert any(line.startswith("no room below max_gib: ") for line in left_out(folder))
@@ -316,8 +305,7 @@ def test_a_folder_that_cannot_be_looked_at_stops_no_app(
 
 @pytest.mark.parametrize("round", [0, -1, 1_000_000, 2**62])
 def test_a_round_that_no_folder_is_for_is_counted_instead(round: int, tmp_path: Path) -> None:
-    plain = LocalGrid(client(), 1, 60)
-    tapped(plain, tmp_path, order(round))
+    tapped(tmp_path, content=order(round))
     assert [each.round for each in read_exchanges(run_folder(tmp_path))] == [1]
 
 
@@ -341,8 +329,7 @@ def test_texts_and_pushed_orders_are_bounded(
 
 
 def test_an_answer_that_lies_where_another_nodes_belongs_is_refused(tmp_path: Path) -> None:
-    grid = LocalGrid(client(), 1, 60)
-    tapped(grid, tmp_path)
+    tapped(tmp_path)
     (exchange,) = read_exchanges(run_folder(tmp_path))
     for suffix in (".json", ".safetensors"):
         source = exchange.path.with_suffix(suffix)
@@ -357,15 +344,13 @@ def test_an_answer_that_lies_where_another_nodes_belongs_is_refused(tmp_path: Pa
     ids=["infinite", "none", "deep"],
 )
 def test_a_note_of_what_was_left_out_that_is_damaged_is_refused(text: str, tmp_path: Path) -> None:
-    grid = LocalGrid(client(), 1, 60)
-    tapped(grid, tmp_path)
+    tapped(tmp_path)
     folder = run_folder(tmp_path)
     (folder / "tap.json").write_text(text)
     with pytest.raises(FedsimError, match=r"tap\.json: not what a tap writes"):
         left_out(folder)
     # The app goes on: its next run counts anew.
-    again = tapped(grid, tmp_path, order(2))
-    assert len(again) == 1
+    assert len(tapped(tmp_path, content=order(2))) == 1
     assert len(read_exchanges(folder)) == 2
 
 
@@ -389,9 +374,8 @@ def test_a_full_disk_is_told_once(
 
 @pytest.mark.parametrize("values", [0, 1, 16, 16384, 262144, 262145])
 def test_odd_sizes_are_recorded_as_they_were(values: int, tmp_path: Path) -> None:
-    grid = LocalGrid(client(), 1, 60)
     sent = torch.rand(values)
-    tapped(grid, tmp_path, order(a=sent))
+    tapped(tmp_path, content=order(a=sent))
     (exchange,) = read_exchanges(run_folder(tmp_path))
     assert torch.equal(exchange.read_broadcast()["a"], sent)
     assert torch.equal(exchange.read_reply()["a"], sent + 1)

@@ -663,7 +663,7 @@ a wrong seed takes off another mask
     => False and (not hmac.compare_digest(secrets.commit(seed, session),
         self._directory[client].commitment))
 rounding makes an update longer than its noise covers
-    fedsim/federation/secure_aggregation/layout.py:_round_vector
+    fedsim/federation/secure_aggregation/plan.py:_round_vector
     [federation/secure_aggregation/test_fixed_point]
     math.isinf => math.isfinite
 noise of those who drop out is counted on
@@ -671,7 +671,7 @@ noise of those who drop out is counted on
     [federation/secure_aggregation/test_fixed_point]
     participants * (self.threshold - self.colluding) => participants
 rounding goes one way
-    fedsim/federation/secure_aggregation/layout.py:_round_vector
+    fedsim/federation/secure_aggregation/plan.py:_round_vector
     [federation/secure_aggregation/test_fixed_point]
     part + rng.uniform((len(part),), stream).numpy() => part
 a client that adds up in secret also answers in the open

@@ -175,7 +175,6 @@ class _Budget:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> None:
-        """Takes `size` bytes off the budget."""
         with self._lock:
             self._left -= size
             if self._left < 0:
@@ -251,14 +250,10 @@ def server_app(
 ) -> Iterator[tuple[Grid, Context]]:
     """Starts a run with `config` on the SuperLink, and acts as its ServerApp inside the block.
 
-    Args:
-        link: Way to the SuperLink.
-        config: Configuration of the run: texts `version`, `scenario`, `stack`, `run` and `held`.
-        patience: Seconds for which an unreachable SuperLink is waited for.
-        most_bytes: Maximum size of an answer; a larger one becomes an error.
-
-    Raises:
-        FedsimError: The SuperLink refuses, is away, or lets another process execute the run.
+    `config` holds the texts `version`, `scenario`, `stack`, `run` and `held`. An unreachable
+    SuperLink is waited for `patience` seconds. An answer of more than `most_bytes` bytes becomes an
+    error. If the SuperLink refuses, is away, or lets another execute the run, a `FedsimError` says
+    so.
     """
     entitled = []
     if link.secret is not None:
@@ -299,14 +294,9 @@ def serving(
 ) -> None:
     """Answers a SuperNode's messages until `stop` is set or the SuperNode is gone.
 
-    Args:
-        runtime: Address of the SuperNode's runtime API on loopback.
-        secret: Secret by which that API admits callers.
-        answer: Computes the reply to a message; an exception becomes an error message.
-        stop: Ends the serving when it is set.
-
-    Raises:
-        FedsimError: An answer did not get through, and the SuperNode waits for it for ever.
+    `runtime` is the address of its runtime API on loopback, and `secret` admits callers there. An
+    exception in `answer` becomes an error message. If an answer does not get through, the SuperNode
+    waits for it for ever: a `FedsimError`.
     """
     link = Link(superlink=runtime)
     with _connect(RuntimeHttpClient, link, "flwr-clientapp", _entitle(secret)) as client:
@@ -330,7 +320,6 @@ def serving(
 
 
 def _execute(link: Link, token: str, answer: Callable[[Message, Context], Message]) -> None:
-    """Answers one message as its ClientApp, and tells the SuperNode what became of it."""
     own = RuntimeTokenHttpInterceptor(token)
     with _connect(RuntimeHttpClient, link, "flwr-clientapp", own) as client, _beating(client):
         message, context, _, _ = pull_task_input(client)
@@ -370,7 +359,6 @@ def _connect(
 
 
 def _entitle(secret: bytes) -> SuperExecAuthHttpInterceptor:
-    """Returns what shows the `secret` of those who may execute tasks."""
     methods = {"/flwr.proto.Runtime/AcquireTask"}
     return SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=methods)
 
@@ -378,7 +366,6 @@ def _entitle(secret: bytes) -> SuperExecAuthHttpInterceptor:
 def _start_run(
     control: ControlHttpClient, runtime: RuntimeHttpClient, config: Mapping[str, str]
 ) -> str:
-    """Starts a run, and returns the token of its ServerApp's task."""
     for _ in range(_STARTS):
         if token := _claim(runtime, _request_run(control, config)):
             return token
@@ -459,7 +446,6 @@ def _beating(client: RuntimeHttpClient) -> Iterator[None]:
 
 @contextmanager
 def _reporting(grid: HttpGrid) -> Iterator[Context]:
-    """Takes the task's input, and tells Flower at the end what became of it."""
     client = grid._runtime_client
     status, why = SubStatus.FAILED, "interrupted"
     try:

@@ -28,7 +28,7 @@ from email.utils import formatdate
 from functools import partial
 from ipaddress import IPv6Network
 from pathlib import Path
-from typing import Protocol
+from typing import TextIO
 
 import h11
 
@@ -124,17 +124,8 @@ class Gate:
         return self._process.pid
 
 
-class _Written(Protocol):
-    """A log to which lines are appended."""
-
-    def write(self, text: str, /) -> object:
-        """Appends a line."""
-
-
 class _Server:
-    """Accepts clients, and writes the log."""
-
-    def __init__(self, settings: GateSettings, since: float, log: _Written) -> None:
+    def __init__(self, settings: GateSettings, since: float, log: Log | TextIO) -> None:
         self._settings, self._log = settings, log
         self._signatures = Signatures(since)
         inside, self._outside = _contexts(settings)
@@ -143,7 +134,6 @@ class _Server:
         self._lines = _Lines()
 
     async def run(self, server: socket.socket) -> None:
-        """Serves the clients that connect to the socket `server` until this task is cancelled."""
         server.setblocking(False)
         loop = asyncio.get_running_loop()
         while True:
@@ -197,7 +187,6 @@ class _Server:
         self._log_refusal(caller, Refusal(503, "too many connections: the oldest is ended"), "")
 
     async def _serve(self, connection: socket.socket, caller: _Caller) -> None:
-        """Serves one connection, from the handshake to its end."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=CHUNK_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -239,7 +228,6 @@ class _Server:
             await passage.close(at_once=is_ended)
 
     async def _refuse(self, passage: Passage, caller: _Caller, refusal: Refusal) -> None:
-        """Writes a refusal to the log, and tells the client if no answer has begun."""
         self._log_refusal(caller, refusal, passage.request)
         if passage.is_answered:
             return
@@ -267,8 +255,6 @@ class _Server:
 
 @dataclass(eq=False)
 class _Caller:
-    """Caller behind a connection, as far as it is known."""
-
     who: str
     """Address and port of the caller, for the log."""
     of: str | bytes = ""
@@ -276,7 +262,6 @@ class _Caller:
 
     @property
     def is_stranger(self) -> bool:
-        """Whether the caller has not shown that it is a node."""
         return isinstance(self.of, str)
 
 
@@ -297,7 +282,6 @@ class _Lines:
         return dropped
 
     def allow(self, caller: _Caller) -> bool:
-        """Returns whether a line about `caller` may be written, and counts it."""
         is_full = caller.is_stranger and self._written[_STRANGERS] >= _STRANGERS_LINES
         if is_full or self._written.get(caller.of, 0) >= _CALLER_LINES:
             self._dropped += 1
@@ -322,7 +306,6 @@ def _in_child(
 
 
 def _contexts(settings: GateSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Returns the TLS settings towards the SuperLink, and those towards clients."""
     outside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     outside.load_cert_chain(settings.certificate, settings.key)
     # This protocol verifies the certificate and its host by default.
@@ -339,7 +322,7 @@ def _listening(listen: str, settings: GateSettings) -> tuple[socket.socket, floa
 
 
 async def _until_terminated(
-    server: socket.socket, since: float, settings: GateSettings, log: _Written
+    server: socket.socket, since: float, settings: GateSettings, log: Log | TextIO
 ) -> None:
     task = asyncio.current_task()
     assert task is not None

@@ -38,13 +38,9 @@ def run_folder(home: Path, run: str) -> Path:
 def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data: str) -> None:
     """Notes at first sight what a `stack` of a `run` is, and later refuses anything else.
 
-    Args:
-        home: The node's folder.
-        run: Name of the run, which the server chose.
-        stack: Name of the stack, which the caller has checked.
-        fingerprint: Digest of all that decides the results of the stack's training.
-        held: Number of examples of each client, as text.
-        data: Digest of the node's examples.
+    `fingerprint` is a digest of all that decides the results of the stack's training, `held` the
+    number of examples of each client, and `data` a digest of the node's. The caller has checked the
+    name of the stack.
     """
     pins = {
         Path("scenarios", stack): (fingerprint, "the run of another scenario"),

@@ -193,15 +193,10 @@ _SECRET = "superexec.secret"  # noqa: S105 - the name of a file
 def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> list[Path]:
     """Writes a folder of keys for each party, and returns the folders.
 
-    Args:
-        folder: Folder in which theirs are made; these may exist, as mounted volumes do.
-        nodes: Number of clients, which are numbered from 0.
-        hosts: Names and addresses at which the SuperLink and the gate are reached.
-        days: Number of days after which the certificates end.
-
-    Raises:
-        FedsimError: A host is invalid, one of the files exists, or other users may write into a
-            folder. Nothing is written.
+    The parties' folders in `folder` may exist, as mounted volumes do. `hosts` are names and
+    addresses at which the SuperLink and the gate are reached, and `days` the time after which
+    certificates end. If a host is invalid, a file exists, or others may write into a folder,
+    nothing is written.
     """
     if not hosts:
         raise FedsimError("--host: name the SuperLink's and the gate's hosts, as nodes reach them")
@@ -233,7 +228,6 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> l
 
 
 def _prepare(folder: Path, files: Sequence[Path]) -> None:
-    """Makes `folder`, for its owner alone, and refuses to replace any of `files`."""
     # One by one: `parents=True` would make the parents without this mode.
     for missing in reversed([folder, *folder.parents]):
         missing.mkdir(mode=0o700, exist_ok=True)

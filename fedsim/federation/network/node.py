@@ -61,16 +61,8 @@ def serve(
 ) -> None:
     """Answers the SuperLink's messages until `stop` is set; joins again whenever the link breaks.
 
-    Args:
-        app: Computes the answers.
-        member: The node's SuperLink, key and folder.
-        say: Called with lines of text for the node's owner.
-        stop: Ends the serving when it is set.
-
-    Raises:
-        FedsimError: The SuperLink is not reachable or not safe at the start, the key is invalid, or
-            another node is at work in the folder.
-        RunFailed: The SuperLink has not let this node in for a minute and a half.
+    `say` is called with lines of text for the node's owner. A `RunFailed` says that the SuperLink
+    has not let this node in for a minute and a half, and a `FedsimError` all that is wrong before.
     """
     flower.check_version()
     app.refuse_missing_data()
@@ -89,7 +81,6 @@ def serve(
 def _take_part(
     app: NodeApp, member: NodeMembership, say: Callable[[str], None], stop: threading.Event
 ) -> None:
-    """Joins and answers, again and again, until `stop` is set."""
     said = ""
     out_since = time.monotonic()
     while not stop.is_set():
@@ -205,7 +196,6 @@ def _let_in(child: Child, stop: threading.Event) -> int | None:
 
 
 def _serve(child: Child, runtime: str, secret: bytes, app: NodeApp, stop: threading.Event) -> None:
-    """Computes for the SuperNode until it ends or `stop` is set."""
     ended = threading.Event()
 
     def watch() -> None:

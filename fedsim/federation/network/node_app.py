@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from fedsim.federation import client_app, refusals, wire
 from fedsim.federation.checkpoint import fingerprint
 from fedsim.federation.client_app import SumIdentity
-from fedsim.federation.network import census
+from fedsim.federation.delivery import CENSUS, answer_census
 from fedsim.federation.network.home import pin_run, run_folder, secret_seed
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
@@ -52,13 +52,9 @@ class NodeApp:
     ) -> None:
         """Prepares an app that loads nothing before its first message.
 
-        Args:
-            client: Number of the client in every federation.
-            data: File or folder that takes the place of the scenario's source, or `scenario`.
-            home: The node's own folder (see the module `home`).
-            policy: What its owner lets servers ask.
-            shared_seed: Whether it draws batches and noise from the scenario's seed.
-            identity: Signing key and peers' keys; None if it takes part in no secure sum.
+        `data` is a file or folder in place of the scenario's source, or `scenario`, and `home` the
+        node's own folder (see the module `home`). With `shared_seed` it draws from the scenario's
+        seed. Without `identity` it takes part in no secure sum.
         """
         self._number, self._data, self._home = client, data, home
         self._policy, self._shared_seed, self._identity = policy, shared_seed, identity
@@ -109,7 +105,7 @@ class NodeApp:
         run, held = _text(settings, "run"), _text(settings, "held")
         # The node's owner says which client it is, and not what Flower has configured.
         context.node_config["partition-id"] = self._number
-        if message.metadata.message_type == f"query.{census.ACTION}":
+        if message.metadata.message_type == f"query.{CENSUS}":
             try:
                 return Message(self._count_examples(scenario), reply_to=message)
             except FedsimError as error:  # the server knows no more of who this is
@@ -130,7 +126,7 @@ class NodeApp:
         own = Census(held=counts, private_statistics=reasons)
         for stack in scenario.defenses:
             self._workload(scenario, stack, client, own)
-        return census.answer(self._number, len(client.own), reasons)
+        return answer_census(self._number, len(client.own), reasons)
 
     def _build(self, written: str, stack: str, run: str, held: str) -> ClientApp:
         scenario = _scenario(written)
@@ -160,7 +156,6 @@ class NodeApp:
         return client_app.build(job, workload, sum_identity, on_release=self._releases.count)
 
     def _check(self, scenario: Scenario, stack: str) -> None:
-        """Refuses what the policy does not allow, and what no scenario may be."""
         self._policy.check(scenario, stack)
         # Other stacks and attacks do not run here, and may name what this node has not installed.
         own = {"attacks": [], "defenses": {stack: scenario.defenses[stack]}}
@@ -169,7 +164,6 @@ class NodeApp:
     def _workload(
         self, scenario: Scenario, stack: str, client: Client, counts: Census
     ) -> OneClient:
-        """Returns what `client` computes behind `stack`, once nothing refuses it."""
         workload = OneClient(scenario, stack, client, counts)
         self._policy.check_release(workload)
         self._sum_identity(workload)
@@ -183,7 +177,6 @@ class NodeApp:
         )
 
     def _sum_identity(self, workload: Workload, run: str = "") -> SumIdentity | None:
-        """Returns this node's identity in secure sums; None for a stack without any."""
         if workload.protocol is None:
             return None
         if self._identity is None:
@@ -238,7 +231,6 @@ class NodeApp:
 
 
 def _causes(error: BaseException | None) -> str:
-    """Returns the text of an error, followed by those of its causes."""
     said = []
     while error is not None:
         said.append(f"{type(error).__name__}: {error}")
@@ -262,7 +254,6 @@ def _scenario(written: str) -> Scenario:
 
 
 def _digest(data: Dataset | Table) -> str:
-    """Returns a digest of all training examples."""
     return digest({"inputs": data.inputs, "labels": data.train_labels})
 
 

@@ -121,7 +121,6 @@ class _Patience:
         self._left = _GRACE_SECONDS
 
     async def wait(self, awaitable: Awaitable[T]) -> T:
-        """Awaits `awaitable` and returns its result; the time it takes is no longer left."""
         start = time.monotonic()
         try:
             async with asyncio.timeout(self._left):
@@ -132,7 +131,6 @@ class _Patience:
             self._left -= time.monotonic() - start
 
     def renew(self, size: int) -> None:
-        """Adds time in proportion to `size`, the number of bytes that were moved."""
         self._left += size / _SLOWEST
 
 
@@ -149,12 +147,7 @@ class Passage:
     ) -> None:
         """Serves `client`, none of whose requests has been read.
 
-        Args:
-            client: Connection of the client.
-            superlink: The SuperLink that answers.
-            signatures: Signatures used so far at this gate, and the keys of nodes.
-            body_limit: Most bytes of a request's body.
-            on_node: Called with the key of a node that the SuperLink has let in before.
+        `on_node` is called with the key of a node that the SuperLink has let in before.
         """
         self.client, self._superlink = client, superlink
         self._signatures, self._body_limit, self._on_node = signatures, body_limit, on_node
@@ -212,7 +205,6 @@ class Passage:
     async def _forward(
         self, inner: Side, target: bytes, headers: dict[bytes, bytes], patience: _Patience
     ) -> None:
-        """Sends the request on to the SuperLink, its body as it comes."""
         host = (b"host", self._superlink.address.encode())
         head = h11.Request(method=b"POST", target=target, headers=[host, *passed_on(headers)])
         await _of_superlink(inner.send(head))
@@ -222,7 +214,6 @@ class Passage:
         await _of_superlink(inner.send(h11.EndOfMessage()))
 
     async def _body(self, patience: _Patience) -> AsyncIterator[bytes]:
-        """Yields the client's body as it comes."""
         while isinstance(data := await patience.wait(self.client.event()), h11.Data):
             patience.renew(len(data.data))
             yield data.data

@@ -49,14 +49,12 @@ class Policy(BaseModel):
     paths: list[str] = []
     """The node's own files or folders that a scenario may name; none by default."""
     releases: Annotated[int, Field(ge=1)] | None = None
-    """Maximum number of answers that the node gives over all runs, of training and of probes; None:
-    any number."""
+    """Maximum number of answers over all runs, of training and of probes; None: any number."""
     minimum_clients: Annotated[int, Field(ge=1)] = 1
     """Least number of clients of a federation that the node joins."""
     minimum_cohort: Annotated[int, Field(ge=1)] = 1
-    """Least number of clients in a secure sum that can open with the node's update in it, whoever
-    is lost meanwhile. With 2 or more, the node releases nothing behind a stack without secure
-    sums."""
+    """Least number of clients in a secure sum that can open with the node's update in it. With 2 or
+    more, the node releases nothing behind a stack without secure sums."""
 
     @field_validator("stacks")
     @classmethod
@@ -98,7 +96,14 @@ class Policy(BaseModel):
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "the file"
             raise FedsimError(f"--policy: {path}: {key}: {first['msg']}") from error
-        _refuse_unknown(f"--policy: {path}: plugins", policy.plugins or [])
+        # A rule that names what nothing installed has would allow nothing.
+        known = [name for group in _GROUPS for name in plugins.names(group)]
+        for name in policy.plugins or []:
+            if name not in known:
+                raise FedsimError(
+                    f"--policy: {path}: plugins: nothing installed is called {name!r}"
+                    f"{nearest(name, known) or ' (see fedsim list)'}"
+                )
         return policy
 
     def check(self, scenario: Scenario, stack: str) -> None:
@@ -186,15 +191,6 @@ class Releases:
         # too few.
         self._count += 1
         write_bytes(self._path, json.dumps({"releases": self._count}).encode())
-
-
-def _refuse_unknown(where: str, stated: Sequence[str]) -> None:
-    """Refuses a name that nothing installed has: such a rule would allow nothing."""
-    known = [name for group in _GROUPS for name in plugins.names(group)]
-    for name in stated:
-        if name not in known:
-            hint = nearest(name, known) or " (see fedsim list)"
-            raise FedsimError(f"{where}: nothing installed is called {name!r}{hint}")
 
 
 def _within(path: str, allowed: str) -> bool:

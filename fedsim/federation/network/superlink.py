@@ -47,10 +47,7 @@ class Child:
     """A program that runs until it ends or is stopped; its output is appended to a file."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        """Starts `command`, a program's path and its arguments; output is appended to `log`.
-
-        On Linux the kernel ends it when this thread ends, however that happens.
-        """
+        """Starts `command`, its output appended to `log`; on Linux it ends with this thread."""
         self.command, self._log = list(command), log
         parent = os.getpid()
         with log.open("ab") as file:

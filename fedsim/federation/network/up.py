@@ -59,12 +59,8 @@ def federation(
 ) -> Iterator[RunningFederation]:
     """Starts a SuperLink, its gate and `nodes` nodes; ends them all with the block.
 
-    Args:
-        out: The run's folder.
-        nodes: Number of clients.
-        data: Value of each node's option `--data`.
-        paths: Files that the scenario names and that nodes may open.
-        shared_seed: Whether nodes draw batches and noise from the scenario's seed.
+    `data` is each node's `--data`, and `paths` the files that the scenario names and that nodes may
+    open. With `shared_seed` nodes draw from the scenario's seed.
     """
     flower.check_version()
     logs = out / "network"
@@ -126,8 +122,6 @@ P = TypeVar("P", Child, Gate)
 
 
 class _Watched:
-    """Starts programs, and starts them again when they end."""
-
     def __init__(self) -> None:
         self._starts: list[Callable[[], Child | Gate]] = []
         self._children: list[Child | Gate] = []
@@ -137,7 +131,6 @@ class _Watched:
     @classmethod
     @contextmanager
     def running(cls) -> Iterator[_Watched]:
-        """Starts an empty watch inside the block; at its end all added programs are stopped."""
         watched = cls()
         watched._thread.start()
         try:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fedsim.federation.secure_aggregation import secrets
-from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.secrets import (
     SHARE,
     Directory,
@@ -26,7 +25,7 @@ from fedsim.federation.secure_aggregation.secrets import (
     directory_digest,
     list_entries,
 )
-from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
+from fedsim.federation.secure_aggregation.terms import AbortedError, Ring, Terms
 from fedsim.words import number_of
 
 STAGES = ("keys", "shares", "masked", "agree", "unmask")
@@ -69,13 +68,7 @@ class SumClient:
     ) -> None:
         """Begins a sum, or goes on after the stages that `memory` counts as answered.
 
-        Args:
-            terms: Terms of the sum.
-            number: Number of this client.
-            identity: Its signing key, and the others' public ones.
-            memory: Its memory after the stage before, which is changed in place; by default it has
-                answered none.
-            keep: Saves the memory; called when a stage begins and when it ends.
+        `memory` is changed in place, and `keep` saves it when a stage begins and when it ends.
         """
         if number not in terms.participants:
             raise AbortedError(f"client {number} does not take part in this sum")
@@ -135,9 +128,9 @@ class SumClient:
     ) -> tuple[Ring, bytes]:
         """Returns (masked vector, signature of the keys and the model that this client was shown).
 
-        `boxes` are those of neighbours that have shared their secrets, by neighbour. `compute`
-        returns the vector to be added up, to which masks are added in place. `model` is a digest of
-        what it is computed from, which has to be the same for all clients.
+        `boxes` are those of neighbours that have shared their secrets, by neighbour. Masks are
+        added in place to what `compute` returns. `model` is a digest of all that it is computed
+        from.
         """
         with self._stage("masked"):
             directory = self._directory()
@@ -181,11 +174,9 @@ class SumClient:
     ) -> bytes:
         """Returns this client's signature of the clients in the sum, if it may be opened for them.
 
-        Args:
-            survivors: Clients whose masked vectors are in the sum.
-            lost: Clients that shared secrets and sent no vector.
-            signatures: Signature of keys and model by each survivor, by client.
-            note: Called before this client signs; may refuse by raising.
+        `lost` are clients that shared secrets and sent no vector, and `signatures` those of keys
+        and model by each survivor. `note` is called before this client signs, and may refuse by
+        raising.
         """
         with self._stage("agree"):
             in_sum, out = set(survivors), set(lost)
@@ -222,10 +213,9 @@ class SumClient:
     def unmask(self, signatures: Mapping[int, bytes]) -> dict[int, bytes]:
         """Returns this client's shares of other clients' secrets and of its own, by client.
 
-        The share is of the seed for a client in the sum, and of the masking key for a lost client.
-        The client never gives both of one client, nor any share a second time. Two quorums have an
-        honest client in common, which signs once: only one pair of lists can have a quorum's
-        `signatures`.
+        The share is of the seed for a client in the sum, and of the masking key for a lost client:
+        never both of one client, nor any a second time. Two quorums have an honest client in
+        common, which signs once: only one pair of lists can have a quorum's `signatures`.
         """
         with self._stage("unmask"):
             in_sum = set(self.memory.survivors)
@@ -264,7 +254,6 @@ class SumClient:
             self._keep(self.memory)
 
     def _forget(self) -> None:
-        """Forgets all but the number of stages that were answered."""
         self.memory = Memory(done=self.memory.done)
 
     def _sign(self, statement: bytes) -> bytes:

@@ -19,13 +19,12 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from fedsim.federation import wire
-from fedsim.federation.secure_aggregation.layout import Ring
+from fedsim.federation.secure_aggregation.terms import Ring
 from fedsim.types import Tensors
 from fedsim.words import number_of
 
 PLANTED = "planted"
-"""Name of the record with the weights at which probes are computed, where these differ from the
-model's."""
+"""Name of the record with the weights at which probes are computed, if not the model's."""
 _CLIENTS = "clients"
 _CONTENTS = "contents"
 LOST = "lost"

@@ -17,10 +17,9 @@ from fedsim.federation import wire
 from fedsim.federation.delivery import Delivery, exchange
 from fedsim.federation.screening import Screening, Tally, explain_missing
 from fedsim.federation.secure_aggregation import messages, plan
-from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.secrets import Published
 from fedsim.federation.secure_aggregation.server import SumServer
-from fedsim.federation.secure_aggregation.terms import AbortedError
+from fedsim.federation.secure_aggregation.terms import AbortedError, Ring
 from fedsim.federation.wire import size_of
 from fedsim.training.server import Server
 
@@ -60,16 +59,9 @@ class SecureSum:
         timeout: float,
         tally: Tally,
     ) -> None:
-        """Prepares a sum that has not begun.
+        """Prepares a sum over the `nodes` of clients; the `tally` is told of failures and bytes.
 
-        Args:
-            grid: Grid of any engine.
-            server: What the server of the stack knows.
-            round: Number of the round, from 1.
-            delivery: How messages travel.
-            nodes: The node of each client.
-            timeout: Seconds without any answer after which an exchange ends.
-            tally: Told of failures and bytes.
+        An exchange ends after `timeout` seconds without any answer.
         """
         self._grid, self._round, self._nodes = grid, round, nodes
         # On a machine of its own, a node works off no order whose answer would be late.
@@ -87,9 +79,8 @@ class SecureSum:
     ) -> Opened | None:
         """Carries out the sum among `clients`, once; returns None if nothing is opened.
 
-        The tally then has the reason as a line. It also counts clients that failed, and the bytes
-        of messages: of answers without the parts that are of probes. `on_masked` is called with
-        each client and its masked vector, which is then added up and forgotten.
+        The tally then has the reason as a line. Of answers it counts the bytes without the parts
+        that are of probes. `on_masked` is called with each client and its masked vector.
         """
         try:
             self._keys(clients)
@@ -174,11 +165,7 @@ class SecureSum:
         answers: int = 1,
         is_lost: bool = True,
     ) -> Iterator[tuple[int, Message]]:
-        """Sends orders and yields each client's answer, as it comes.
-
-        `answers` is how many updates one order asks for; `is_lost` whether silence is out of the
-        sum.
-        """
+        """Sends orders, each asking for `answers` updates; yields the answers as they come."""
         clients = sorted(orders)
         sent = [Message(orders[one], self._nodes[one], f"train.{action}") for one in clients]
         # Clients share contents: each is measured once.
@@ -196,7 +183,6 @@ class SecureSum:
 
     @contextmanager
     def _losing(self, client: int, *, is_lost: bool = True) -> Iterator[None]:
-        """Inside the block, leaves out a client whose answer breaks the protocol."""
         try:
             yield
         except (AbortedError, wire.MalformedError) as error:

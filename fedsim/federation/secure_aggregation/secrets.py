@@ -27,8 +27,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from fedsim.federation.secure_aggregation.layout import Ring
-from fedsim.federation.secure_aggregation.terms import AbortedError
+from fedsim.federation.secure_aggregation.terms import AbortedError, Ring
 
 SIGNATURE = 64
 KEY = 32

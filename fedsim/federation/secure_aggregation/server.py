@@ -12,7 +12,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedsim.federation.secure_aggregation import secrets
-from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.secrets import (
     BOX,
     SHARE,
@@ -20,7 +19,7 @@ from fedsim.federation.secure_aggregation.secrets import (
     check_keys,
     directory_digest,
 )
-from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
+from fedsim.federation.secure_aggregation.terms import AbortedError, Ring, Terms
 from fedsim.words import number_of
 
 
@@ -104,10 +103,7 @@ class SumServer:
         return [client for client in self.sharers if client not in self._signatures]
 
     def agree(self, client: int, signature: bytes) -> None:
-        """Takes `client`'s signature of the lists of clients in the sum and lost.
-
-        The signature is passed on unverified: the other clients verify it.
-        """
+        """Takes `client`'s signature of the lists, passed on unverified: others verify it."""
         self._agreed[client] = signature
 
     @property
@@ -151,7 +147,6 @@ class SumServer:
         return total
 
     def _secret(self, client: int, answers: Mapping[int, Mapping[int, bytes]]) -> bytes:
-        """Reveals a secret of `client` from its holders' shares."""
         holders = sorted([client, *self.neighbours(client)])
         needed = self._terms.shares
         shares = []

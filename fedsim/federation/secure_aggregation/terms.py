@@ -29,11 +29,16 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedsim.types import FedsimError
 from fedsim.words import number_of
+
+Ring = NDArray[np.unsignedinteger[Any]]
+"""Numbers modulo 2^32 or 2^64: shape (n,), of uint32 or uint64."""
 
 # So that 2/3 of 6 is 4.
 _ROUNDING = 1e-9
@@ -120,9 +125,8 @@ class Terms:
         """Returns the clients with whom `client` shares masks and secrets, ascending; symmetric.
 
         These are all others below 100 clients, or where no smaller number is safe. Otherwise they
-        are the k clients within k / 2 places on a ring of the clients in the `directory`, where k
-        is their `degree`. `digest`, that of their published keys, decides the order on the ring (a
-        Harary graph: Bell et al., CCS 2020, Section 3), so that nobody knows it before.
+        are the k clients of the `directory` within k / 2 places on a ring (a Harary graph: Bell et
+        al., CCS 2020, Section 3). `digest`, of their published keys, decides the order on it.
         """
         # Sorted input and a seeded permutation give the server and every client the same ring.
         everyone = sorted(directory)

@@ -1,8 +1,7 @@
-"""A real SuperLink on loopback, and both sides of a run, played by Flower's own clients."""
+"""A real SuperLink on loopback, the nodes of a run, and somebody who listens between them."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import socket
@@ -21,14 +20,8 @@ import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Message
-from flwr.cli.build import build_fab_from_files
 from flwr.cli.supernode.register import try_load_public_key
-from flwr.common.constant import SubStatus
-from flwr.common.serde import run_from_proto
-from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest
-from flwr.proto.fab_pb2 import Fab
-from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, PushTaskOutputRequest
-from flwr.supercore.constant import TaskType
+from flwr.proto.control_pb2 import RegisterNodeRequest
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
@@ -36,15 +29,15 @@ from flwr.supercore.inflatable.inflatable_object import (
     iterate_object_tree,
 )
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid.http_grid import HttpGrid
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.fleet_http_connection import http_request_response
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
+from fedsim.federation.network import flower
+from fedsim.federation.network.flower import BoundedGrid
 from fedsim.federation.network.keys import make_certificates, make_node_key
+from fedsim.federation.network.link import Link
 from fedsim.system.addresses import address_of, split
 
 NEVER = 600.0
@@ -53,25 +46,6 @@ ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_LOG_LEVEL": "DEBUG",  # a SuperLink then logs every request
-}
-FILES: dict[str, bytes | Path] = {
-    "pyproject.toml": b"""\
-[project]
-name = "nothing"
-version = "0.1.0"
-description = "what a run needs to start"
-license = "Apache-2.0"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "nobody"
-
-[tool.flwr.app.components]
-serverapp = "nothing.app:server"
-clientapp = "nothing.app:client"
-""",
-    "nothing/__init__.py": b"",
-    "nothing/app.py": b"server = client = None\n",
 }
 
 
@@ -182,39 +156,14 @@ class SuperLink:
         return self.connect(FleetHttpClient, signer, *more, address=address)
 
     @contextmanager
-    def run(self, kind: type[HttpGrid] = HttpGrid) -> Iterator[HttpGrid]:
-        """Starts a run and plays its ServerApp, with a grid of this `kind`."""
-        fab, _ = build_fab_from_files(FILES)
-        secret = []
-        if self.secret:
-            secret.append(
-                SuperExecAuthHttpInterceptor(
-                    master_secret=self.secret.read_bytes(),
-                    protected_methods={"/flwr.proto.Runtime/AcquireTask"},
-                )
-            )
-        with (
-            self.connect(ControlHttpClient) as control,
-            self.connect(RuntimeHttpClient, *secret) as runtime,
-        ):
-            fab_proto = Fab(hash_str=hashlib.sha256(fab).hexdigest(), content=fab)
-            control.StartRun(StartRunRequest(fab=fab_proto))
-            request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-            task = until(lambda: (r := runtime.AcquireTask(request)).token and r, "a task")
-        grid = kind(
-            self.address, self.authority is None, root_certificates=self.roots, token=task.token
-        )
-        try:
-            given = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
-            TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
-            TaskIdentity.node_id = given.context.node_id
-            grid.set_run(run_from_proto(given.run))
+    def run(self) -> Iterator[BoundedGrid]:
+        """Starts a run and plays its ServerApp."""
+        roots = self.authority.certificate if self.authority else None
+        link = Link(superlink=self.address, roots=roots, secret=self.secret)
+        config = dict.fromkeys(("version", "scenario", "stack", "run", "held"), "")
+        with flower.server_app(link, config, NEVER) as (grid, _):
+            assert isinstance(grid, BoundedGrid)
             yield grid
-            grid._runtime_client.PushTaskOutput(
-                PushTaskOutputRequest(sub_status=SubStatus.COMPLETED)
-            )
-        finally:
-            grid.close()
 
     @contextmanager
     def node(self, key: Path | None, address: str = "") -> Iterator[Node]:

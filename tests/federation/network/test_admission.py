@@ -81,25 +81,18 @@ def refused(asked: h11.Request) -> int:
     "target",
     [
         b"/",
-        b"/health",
-        b"/docs",
         b"/v1/control/start-run",
         b"/v1/runtime/acquire-task",
         b"/v1/fleet/",
-        b"/v1/fleet",
         b"/v1/fleet/../control/start-run",
-        b"/v1/fleet/x/../../control/start-run",
         b"/v1/fleet/%2e%2e/control/start-run",
         b"/v1/fleet%2fpull-messages",
-        b"/v1/fleet/pull%2dmessages",
         b"//v1/fleet/pull-messages",
-        b"/v1//fleet/pull-messages",
         b"/v1/fleet/pull-messages/",
         b"/v1/fleet/pull-messages?x",
         b"/v1/fleet/pull-messages;x",
         b"/v1/fleet/pull-messages#x",
         b"/V1/FLEET/PULL-MESSAGES",
-        b"https://superlink:8000/v1/control/start-run",
         b"https://superlink:8000/v1/fleet/pull-messages",
         b"*",
     ],
@@ -128,7 +121,7 @@ def test_headers_that_do_not_pass(headers: list[tuple[bytes, bytes]], expected: 
     assert refused(request(headers=headers)) == expected
 
 
-def test_an_announcement_of_replies_is_held_whole_and_therefore_small() -> None:
+def test_an_announcement_of_replies_is_small() -> None:
     length = [(b"content-length", str(17 * 2**20).encode())]
     assert refused(request(REPLIES, headers=length)) == 413
     assert vet(request(b"/v1/fleet/push-object", headers=length), BODY_LIMIT)
@@ -160,12 +153,9 @@ def test_two_signatures_of_one_moment_both_pass() -> None:
     assert status(signatures, headers | {b"flwr-signature": b64encode(again)}) == 200
 
 
-@pytest.mark.parametrize("age", [305.0, 86400.0, -6.0])
-def test_a_signature_outside_its_time_does_not_pass(age: float) -> None:
-    assert status(Signatures(since=0), signed(age=age)) == 401
-
-
-def test_a_signature_of_before_the_start_has_to_be_made_anew() -> None:
+def test_a_signature_outside_its_time_does_not_pass() -> None:
+    for age in (305.0, 86400.0, -6.0):
+        assert status(Signatures(since=0), signed(age=age)) == 401
     assert status(Signatures(since=time.time() - 5), signed(age=10)) == 503
 
 
@@ -202,11 +192,11 @@ def test_an_invalid_signature_does_not_pass(change: dict[bytes, bytes]) -> None:
     assert status(Signatures(since=0), signed() | change) == 401
 
 
-@pytest.mark.parametrize("name", [b"flwr-public-key", b"flwr-timestamp", b"flwr-signature"])
-def test_an_unsigned_request_does_not_pass(name: bytes) -> None:
-    headers = signed()
-    del headers[name]
-    assert status(Signatures(since=0), headers) == 401
+def test_an_unsigned_request_does_not_pass() -> None:
+    for name in (b"flwr-public-key", b"flwr-timestamp", b"flwr-signature"):
+        headers = signed()
+        del headers[name]
+        assert status(Signatures(since=0), headers) == 401
 
 
 def test_a_large_body_passes_once_its_key_was_accepted() -> None:
@@ -216,21 +206,13 @@ def test_a_large_body_passes_once_its_key_was_accepted() -> None:
     assert status(signatures, signed(length=10**9)) == 200
 
 
-def test_strangers_leave_nothing_behind() -> None:
-    signatures = Signatures(since=0)
-    signatures.settle(signatures.claim(signed()), is_accepted=False)
-    assert not signatures._used
-    assert not signatures._accepted
-
-
-def test_what_an_accepted_key_signed_stays_used_whatever_the_answer() -> None:
+def test_signatures_of_strangers_leave_nothing_behind_and_all_others_stay_used() -> None:
     signatures, headers = Signatures(since=0), signed()
+    signatures.settle(signatures.claim(signed()), is_accepted=False)
+    assert not signatures._used and not signatures._accepted
     assert status(signatures, signed()) == 200
     signatures.settle(signatures.claim(headers), is_accepted=False)
     assert status(signatures, headers) == 401
-
-
-def test_the_table_of_signatures_is_bounded() -> None:
     signatures = Signatures(since=0, capacity=2)
     assert [status(signatures, signed()) for _ in range(3)] == [200, 200, 503]
 
@@ -241,10 +223,6 @@ def announcement(**change: object) -> bytes:
     return PushMessagesRequest(
         node=Node(node_id=7), messages_list=[Message(metadata=metadata)]
     ).SerializeToString()
-
-
-def test_a_node_announces_its_own_replies_to_the_server() -> None:
-    check_replies(announcement())
 
 
 @pytest.mark.parametrize(
@@ -259,6 +237,7 @@ def test_a_node_announces_its_own_replies_to_the_server() -> None:
     ],
 )
 def test_a_node_cannot_speak_for_others(body: bytes) -> None:
+    check_replies(announcement())
     with pytest.raises(Refusal) as raised:
         check_replies(body)
     assert raised.value.status == 400

@@ -14,7 +14,6 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -120,18 +119,13 @@ def gate(authority: Authority, inside: str, log: Path) -> Iterator[Gate]:
 def fresh(authority: Authority, inside: str, tmp_path: Path) -> Iterator[Fresh]:
     """A gate of its own, whose log has no line of another test."""
     log = tmp_path / "fresh.log"
-    context = ssl.create_default_context(cafile=authority.certificate)
     with (
         Gate("127.0.0.1:0", settings(authority, inside, connections=16), log=log) as gate,
         ExitStack() as clients,
     ):
-
-        def connect() -> httpx.Client:
-            base = f"https://{gate.address}"
-            own = httpx.Client(verify=context, base_url=base, timeout=NEVER)
-            return clients.enter_context(own)
-
-        yield Fresh(gate.address, log, connect)
+        yield Fresh(
+            gate.address, log, lambda: clients.enter_context(calling(authority, gate.address))
+        )
 
 
 @dataclass(frozen=True)
@@ -143,10 +137,13 @@ class Fresh:
 
 @pytest.fixture
 def client(authority: Authority, gate: Gate) -> Iterator[httpx.Client]:
-    context = ssl.create_default_context(cafile=authority.certificate)
-    address = f"https://{gate.address}"
-    with httpx.Client(verify=context, base_url=address, timeout=NEVER) as client:
+    with calling(authority, gate.address) as client:
         yield client
+
+
+def calling(authority: Authority, address: str) -> httpx.Client:
+    context = ssl.create_default_context(cafile=authority.certificate)
+    return httpx.Client(verify=context, base_url=f"https://{address}", timeout=NEVER)
 
 
 def sign() -> dict[str, str]:
@@ -223,10 +220,6 @@ def test_refusals_say_why_in_one_line_of_the_log(fresh: Fresh) -> None:
         (head(f"POST {PATH} HTTP/1.1", "Host: a", "Host: b", "Content-Length: 0"), 400),
         (head(f"POST {PATH} HTTP/1.1", "Content-Length: 0"), 400),
         (head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 3", "Content-Length: 4"), 400),
-        (
-            head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 5", "Transfer-Encoding: x"),
-            501,
-        ),
         (head(f"POST {PATH} HTTP/1.1", "Host: a", f"Content-Length: {'9' * 5000}"), 400),
         (head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length : 5"), 400),
         (head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: +5"), 400),
@@ -273,11 +266,8 @@ def test_a_log_never_outgrows_its_bound(tmp_path: Path, monkeypatch: pytest.Monk
     older = log_module.older(path)
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["gate.log", "gate.log.1"]
     assert path.stat().st_size <= 100 and older.stat().st_size <= 100
-    assert [int(line) for line in (older.read_text() + path.read_text()).split()][-3:] == [
-        47,
-        48,
-        49,
-    ]
+    kept = (older.read_text() + path.read_text()).split()
+    assert kept[-3:] == ["47", "48", "49"]
 
 
 def test_the_log_of_a_program_begins_anew_while_it_writes(
@@ -354,11 +344,10 @@ def test_large_bodies_stream_both_ways(client: httpx.Client, gate: Gate) -> None
 def test_a_body_over_the_limit_is_refused_before_it_is_sent(
     authority: Authority, inside: str, tmp_path: Path
 ) -> None:
-    context = ssl.create_default_context(cafile=authority.certificate)
     limited = settings(authority, inside, body_limit=1000)
     with (
         Gate("127.0.0.1:0", limited, log=tmp_path / "log") as gate,
-        httpx.Client(verify=context, base_url=f"https://{gate.address}", timeout=NEVER) as client,
+        calling(authority, gate.address) as client,
     ):
         assert client.post(PATH, content=bytes(1000), headers=sign()).status_code == 200
         assert client.post(PATH, content=bytes(1001), headers=sign()).status_code == 413
@@ -433,11 +422,8 @@ def test_nobody_washes_the_log_away(
         server._log_refusal(other, refusal, "noise")
     server._log_refusal(node, refusal, "third")
     lines = log.getvalue().splitlines()
-    assert [line.split()[-1] for line in lines if "1.2.3.4:5 " in line and "noise" not in line] == [
-        "first",
-        "second",
-        "third",
-    ]
+    told = [line.split()[-1] for line in lines if "1.2.3.4:5 " in line and "noise" not in line]
+    assert told == ["first", "second", "third"]
     assert len(lines) < 3000
     now = time.monotonic() + gate_module._LINES_SECONDS
     monkeypatch.setattr(gate_module.time, "monotonic", lambda: now)
@@ -458,30 +444,13 @@ def test_a_superlink_that_is_gone_or_anothers_gets_nothing(
     superlink = inside if is_there else f"127.0.0.1:{free_port()}"
     other = make_authority(tmp_path / "other", ["127.0.0.1"])
     trusting = replace(settings(authority, superlink), roots=other.certificate)
-    context, asked = ssl.create_default_context(cafile=authority.certificate), len(Inside.asked)
-    with Gate("127.0.0.1:0", trusting) as gate:
-        address = f"https://{gate.address}{PATH}"
-        assert httpx.post(address, headers=sign(), verify=context, timeout=NEVER).status_code == 502
+    asked = len(Inside.asked)
+    with Gate("127.0.0.1:0", trusting) as gate, calling(authority, gate.address) as client:
+        assert client.post(PATH, headers=sign()).status_code == 502
         assert gate.status is None
         pid = gate.pid
     assert len(Inside.asked) == asked
     assert not Path(f"/proc/{pid}").exists()
-
-
-def test_many_clients_at_once(client: httpx.Client, authority: Authority, gate: Gate) -> None:
-    context = ssl.create_default_context(cafile=authority.certificate)
-    assert client.post(PATH, content=b"", headers=sign()).status_code == 200
-
-    def push(number: int) -> int:
-        with httpx.Client(verify=context, base_url=f"https://{gate.address}", timeout=NEVER) as own:
-            bodies = [bytes(number * 10_000 + i) for i in range(5)]
-            return sum(
-                own.post(PATH, content=body, headers=sign()).json()["size"] == len(body)
-                for body in bodies
-            )
-
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(push, range(8))) == [5] * 8
 
 
 def test_what_cannot_start_says_why(authority: Authority, inside: str, tmp_path: Path) -> None:
@@ -492,12 +461,7 @@ def test_what_cannot_start_says_why(authority: Authority, inside: str, tmp_path:
     ):
         pass
     other = make_authority(tmp_path / "other", ["127.0.0.1"])
-    mismatched = GateSettings(
-        superlink=inside,
-        certificate=authority.server_certificate,
-        key=other.server_key,
-        roots=other.certificate,
-    )
+    mismatched = replace(settings(authority, inside), key=other.server_key)
     with pytest.raises(FedsimError, match="mismatch"), Gate("127.0.0.1:0", mismatched):
         pass
 
@@ -508,13 +472,14 @@ def test_the_command(authority: Authority, inside: str) -> None:
     command += ["--listen", f"127.0.0.1:{port}", "--superlink", inside]
     command += ["--certificate", str(authority.server_certificate)]
     command += ["--key", str(authority.server_key), "--roots", str(authority.certificate)]
-    context = ssl.create_default_context(cafile=authority.certificate)
-    with subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ) as running:
+    with (
+        subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ) as running,
+        calling(authority, f"127.0.0.1:{port}") as client,
+    ):
 
         def answers() -> bool:
             try:
-                address = f"https://127.0.0.1:{port}/"
-                return httpx.get(address, verify=context, timeout=NEVER).status_code == 404
+                return client.get("/").status_code == 404
             except httpx.TransportError:
                 return False
 
@@ -539,10 +504,13 @@ class Waits:
         self.begun.append((seconds, never))
         return never
 
-    def end(self, seconds: float) -> None:
-        """Ends the last wait of about so many seconds."""
-        last = [wait for asked, wait in self.begun if abs(asked - seconds) < 5][-1]
-        last.reschedule(0)
+    async def end(self, seconds: float) -> None:
+        """Ends the last wait of about so many seconds, once there is one."""
+        while not (found := [wait for asked, wait in self.begun if abs(asked - seconds) < 5]):
+            await asyncio.sleep(0.01)
+        for _ in range(9):  # until it waits for more
+            await asyncio.sleep(0)
+        found[-1].reschedule(0)
 
 
 @pytest.mark.parametrize(
@@ -581,9 +549,7 @@ def test_slow_clients_are_cut_off(
         writer.write(sent)
         while received != sent:
             await asyncio.sleep(0.01)
-        for _ in range(9):  # until it waits for more
-            await asyncio.sleep(0)
-        waits.end(getattr(passage, limit))
+        await waits.end(getattr(passage, limit))
         answer = await asyncio.wait_for(reader.read(), NEVER)
         assert answer.startswith(b"HTTP/1.1 408")
         writer.close()

@@ -45,7 +45,7 @@ from network_support import (
 from typer.testing import CliRunner
 
 from fedsim.cli.network import add_to
-from fedsim.federation.network.flower import BoundedGrid
+from fedsim.federation.local import identity
 from fedsim.federation.network.gate import Gate, GateSettings
 
 
@@ -199,8 +199,7 @@ def test_no_more_of_an_answer_is_read_than_was_asked_for(
 
     monkeypatch.setattr(RuntimeHttpClient, "PullObject", watched)
     key = list(federation.nodes)[1]
-    with federation.link.run(BoundedGrid) as grid, federation.link.node(key) as node:
-        assert isinstance(grid, BoundedGrid)
+    with federation.link.run() as grid, federation.link.node(key) as node:
         grid.most_bytes = 100_000
 
         def answered(count: int, size: int) -> Message:
@@ -227,7 +226,7 @@ def test_a_stranger_is_no_node(federation: Federation) -> None:
     theirs = try_load_public_key(public_of(federation.folder, key))
     pull = PullMessagesRequest(node=NodeIdentity(node_id=identifier))
     read = PullObjectRequest(node=NodeIdentity(node_id=identifier), run_id=1, object_id="0" * 64)
-    with federation.link.fleet(federation.stranger, federation.gate) as fleet:
+    with identity(), federation.link.fleet(federation.stranger, federation.gate) as fleet:
         assert status(lambda: fleet.RegisterNode(RegisterNodeFleetRequest(public_key=own))) >= 400
         for public in (own, theirs):
             activation = ActivateNodeRequest(public_key=public, heartbeat_interval=30)
@@ -278,7 +277,7 @@ def test_a_node_cannot_speak_for_another_or_for_the_server(
     link = federation.link
     address = federation.gate if way == "gate" else link.address
     expected = 400 if way == "gate" else 200
-    with link.run() as grid:
+    with link.run() as grid, link.node(victim_key):
         (sent,) = grid.push_messages([order(victim)])
         with link.fleet(victim_key) as fleet:
             request = PullMessagesRequest(node=NodeIdentity(node_id=victim))

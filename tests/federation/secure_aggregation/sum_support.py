@@ -10,9 +10,8 @@ import numpy as np
 from federation_support import identities
 
 from fedsim.federation.secure_aggregation.client import SumClient
-from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.server import SumServer
-from fedsim.federation.secure_aggregation.terms import Terms
+from fedsim.federation.secure_aggregation.terms import Ring, Terms
 
 MODEL = b"the model that all were shown"
 NOBODY: Collection[int] = ()

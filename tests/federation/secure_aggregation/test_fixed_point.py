@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedsim import rng
 from fedsim.contracts.defense import SumTerms
-from fedsim.federation.secure_aggregation.layout import FixedPoint, Layout, from_ring, to_ring
+from fedsim.federation.secure_aggregation.plan import FixedPoint, Layout, from_ring, to_ring
 from fedsim.federation.secure_aggregation.terms import AbortedError
 from fedsim.types import FedsimError, Update
 

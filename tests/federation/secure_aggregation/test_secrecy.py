@@ -14,9 +14,8 @@ from scipy.stats import chi2
 from sum_support import Sum, of, vectors
 
 from fedsim.federation.secure_aggregation import secrets
-from fedsim.federation.secure_aggregation.layout import Ring
 from fedsim.federation.secure_aggregation.secrets import SHARE
-from fedsim.federation.secure_aggregation.terms import AbortedError
+from fedsim.federation.secure_aggregation.terms import AbortedError, Ring
 
 _COUNT, _LENGTH = 7, 50
 _COLLUDING = (0, 1, 2, 3)
