@@ -82,9 +82,13 @@ def _sidecar_fields() -> Iterator[tuple[str, Any]]:
     yield "global_sha256", (str, ...)
 
 
-_Sidecar: Any = create_model(
-    "_Sidecar", __config__=ConfigDict(extra="forbid"), **dict(_sidecar_fields())
-)
+def _sidecar_model() -> Any:
+    return create_model(
+        "_Sidecar", __config__=ConfigDict(extra="forbid"), **dict(_sidecar_fields())
+    )
+
+
+_Sidecar = _sidecar_model()
 _FACTS = tuple(
     name
     for name in _Sidecar.model_fields
