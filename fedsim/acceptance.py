@@ -128,18 +128,9 @@ def validate(
     """Checks everything that a run checks before its work, and writes nothing.
 
     The data are loaded, and two local steps are tried behind each stack. Nodes of a federation over
-    a network are not asked: clients hold what the scenario's own source deals to them.
-
-    Args:
-        scenario: A file, the same as plain values, or a `Scenario`.
-        overrides: `a.b=value` assignments to a file's keys.
-        quiet: Whether accountants keep their progress to themselves.
-
-    Returns:
-        One entry for each variant, in the sweep's order; a single one without a sweep.
-
-    Raises:
-        FedsimError: a run would refuse the scenario.
+    a network are not asked: clients hold what the scenario's own source deals to them. `overrides`
+    are `a.b=value` assignments to a file's keys. There is an entry for each variant of a sweep, in
+    its order. A FedsimError says why a run would refuse the scenario.
     """
     document = open_scenario(scenario, overrides)
     variants = expand(document)

@@ -33,8 +33,8 @@ def partition(
     in proportions drawn from Dir(alpha) (Hsu, Qi and Brown 2019). `shards`: the set is sorted by
     class and cut into clients x shards_per_client equal shards, dealt at random (McMahan et al.
     2017). `natural`: the source knows whose each image is. `file`: a CSV file with columns
-    `index,client`, or a JSON list of each image's client. Each client has at least `min_images`; a
-    division that does not exist, or was not found, is refused with the remedy.
+    `index,client`, or a JSON list of each image's client. What leaves a client less than
+    `min_images` is refused.
     """
     count = len(dataset.train_labels)
     if clients * min_images > count:

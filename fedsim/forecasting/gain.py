@@ -25,12 +25,7 @@ Clipping hides the update's length. Squared distances are then held to a wrong o
 is to match the direction by signs of slopes, which is not accelerated: μ >= λ_2 / T.
 
 A closed form needs no descent: T is then infinite, and t_s is 0. So is t_s of the exact gradient of
-one image in a dense first layer, each row of which is a multiple of the image, whichever units are
-active.
-
-The update is a function U of all images that it is of. Attacks start at a guess and follow the
-slope of |U(images) - update|². Here the way from guess to truth is known, so that a few gradients
-tell how much of it U shows (`spectrum`), and whether the slope leads along it (`slope_share`).
+one image in a dense first layer, each row of which is a multiple of the image.
 """
 
 from __future__ import annotations

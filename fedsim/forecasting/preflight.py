@@ -42,27 +42,27 @@ def preflight(
 ) -> Forecast:
     """Tells from a few gradients what attacks on an update of `model` will gain; runs none.
 
+    Arguments up to `head` are those of `fedsim.observe`, for a client that will start from `model`.
+    What does not fit raises a FedsimError.
+
     Args:
-        model: As in `fedsim.observe`, at the weights that a client will start from.
+        model: As in `fedsim.observe`.
         input_shape: (C, H, W) of an image.
         classes: Number of classes, which is that of the model's outputs.
         batch_size: Images in each local step.
-        mean: Mean of each channel, by which pixels in [0, 1] are normalized; default 0.
-        std: Standard deviation of each channel; default 1.
+        mean: Mean of each channel.
+        std: Standard deviation of each channel.
         algorithm: `fedsgd` or `fedavg`.
-        local: Local training of `fedavg`, as in `fedsim.observe`.
-        mode: Mode in which the client's layers compute: `train` or `eval`.
-        head: Name of the linear layer that classifies, where it is not the last one.
+        local: Local training of `fedavg`.
+        mode: `train` or `eval`.
+        head: Name of the linear layer that classifies.
         defenses: A stack as a scenario has it: names, or mappings of `name` and parameters.
         clients: Number of clients whose updates are summed before anybody sees them.
         grant: Knowledge that the attacker is granted, as `knowledge` in a scenario.
         images: (P, C, H, W) pixels in [0, 1] of the kind that clients hold, at least two; default:
             synthetic ones.
         labels: (P,) integer classes of `images`.
-        seed: Seed of the batches, and of the synthetic images where `images` is None.
-
-    Raises:
-        FedsimError: something does not fit the model, with what was expected.
+        seed: Seed of the batches and of synthetic images.
     """
     if clients < 1:
         raise FedsimError(f"clients: expected at least 1, got {clients}")

@@ -111,15 +111,10 @@ class Recorder:
         clients: int | None,
         max_bytes: int,
     ) -> None:
-        """Goes on with what is already written of the run, if there is anything.
+        """Goes on with what is already written of the run below `out`, if there is anything.
 
-        Args:
-            out: Folder of all runs.
-            run_id: Number of the run, as Flower gives it.
-            side: Side that records.
-            rounds: Rounds that are recorded; None for all.
-            clients: Maximum number of nodes recorded, those that come first; None for all.
-            max_bytes: Maximum size of the run's folder.
+        Of `rounds` and `clients`, the nodes that come first, None is all. `max_bytes` bounds the
+        folder.
         """
         self.folder = out / f"run-{run_id}"
         self._run_id = run_id

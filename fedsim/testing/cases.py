@@ -198,7 +198,9 @@ def make_observation(
     """Returns what a server sees of clients who train a model on `images`, and the truth.
 
     Each client trains on as many images, normalized by a mean of 0.4 and a deviation of 0.25. All
-    is computed on the CPU. The truth has images, labels and features, in the order of the images.
+    is computed on the CPU. The truth has images, labels and features, in the order of the images. A
+    ValueError says where the number of images is not what the training needs, or several clients'
+    updates are not combined.
 
     Args:
         images: (N, C, H, W) pixels in [0, 1], ordered by client and then by step.
@@ -206,19 +208,11 @@ def make_observation(
         model: Name of a registered model.
         model_parameters: Parameters of the model.
         num_classes: Number of the model's classes.
-        training: Declared training, before the training defenses; None is one gradient of each
-            client's images, in train mode.
+        training: Declared training; None is one gradient of each client's images, in train mode.
         defense: Defenses as a scenario lists them, `name` and parameters each.
         num_clients: Number of clients; several need an aggregation defense to combine them.
         seed: Seed of the weights and the defenses' noise.
         weights: Parameters and buffers to start from, in place of fresh ones.
-
-    Raises:
-        PluginError: the model or a defense is not installed.
-        FedsimError: the defenses do not fit each other, or the model does not fit the images.
-        RuntimeError: `weights` are not those of the model.
-        ValueError: the number of images is not what the training needs, or several clients' updates
-            are not combined.
     """
     refs = [reference(member) for member in defense]
     stack = build_stack(refs)
@@ -369,8 +363,8 @@ def make_release(
     """Returns what a server sees of a release from the `members` among `rows`, and the truth.
 
     Args:
-        rows: (N, d + 1) features and target in [-1, 1], no longer than `row_norm` (not checked):
-            those of the first client, then of the second, as many of each.
+        rows: (N, d + 1) features and target in [-1, 1], no longer than `row_norm` (not checked), by
+            client; each has as many.
         members: (N,) bool: whether each row takes part.
         learner: Name of a registered closed-form learner.
         parameters: Parameters of the learner.
@@ -380,11 +374,6 @@ def make_release(
         classes: Classes of a target that is -1 or +1; None for a quantity.
         row_norm: Bound on the L2 norm of a row; default: sqrt(d + 1).
         seed: Seed of the random matrices and the defenses' noise.
-
-    Raises:
-        PluginError: the learner or a defense is not installed.
-        FedsimError: learner and defenses do not fit each other.
-        ValueError: several clients' releases are not combined.
     """
     stack = build_stack([reference(member) for member in defense])
     if num_clients > 1 and stack.aggregation is None:
