@@ -27,7 +27,6 @@ _OPTIMIZERS: Mapping[str, Literal["sgd", "adam", "adamw"]] = {
 }
 _UNKNOWN_SETTINGS = ("amsgrad", "maximize", "dampening")
 _UNDEFENDED = "none"
-"""Name of the stack without defenses."""
 
 
 class AppTraining:

@@ -85,7 +85,6 @@ class Examples:
     mean: Sequence[float] | None
     std: Sequence[float] | None
     classes: int
-    """Number of outputs of the model."""
 
     def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
         """Returns pixels in [0, 1] (N, C, H, W) and labels (N,), or refuses what is neither."""

@@ -27,7 +27,6 @@ class Setting:
     """Holds what all jobs of a run share."""
 
     root: Path
-    """The run's folder."""
     device: str
     granted: Grant
     guesser: scoring.Guesser | scoring.RowGuesser | None
@@ -63,7 +62,6 @@ class Job:
     """What tells the attack from others of the run; its name, unless the scenario gives a label."""
     parameters: dict[str, object]
     restarts: int
-    """Number of starting points, at least 1."""
     blind: bool = False
     """Whether the attack is not told of the defenses (`hide_defenses`)."""
 
@@ -89,11 +87,9 @@ class Result:
     """Outcome of a job: the parts of its row that do not depend on the rest of the run."""
 
     observation: Observation
-    """The observation without its tensors."""
     seed: int
     status: Status
     reason: str | None
-    """Why the status is not `ok`; None if it is."""
     metrics: dict[str, float | None]
     """Every metric's name -> its value; None where it was not measured."""
     per_image: dict[str, list[float]]

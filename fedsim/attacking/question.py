@@ -31,7 +31,6 @@ class Question:
     knowledge: Knowledge
     seed: int
     restarts: int
-    """Number of starting points, at least 1."""
 
     def answer(self, progress: Callable[[Progress], None] | None = None) -> Solution:
         """Runs the attack, with torch's global stream seeded by the question's seed."""
@@ -53,7 +52,6 @@ class AttackAnswer:
     solution: Solution | None
     """Solution, with tensors in CPU memory; None if the attack failed."""
     reason: str | None
-    """Why the attack failed; None if it did not."""
     seconds: float
     """Wall-clock time that the attack took, if it failed, too."""
 
@@ -67,7 +65,6 @@ class Surroundings:
     public_images: Tensor | None
     """Images that every attack is granted; None if none are."""
     public_labels: Tensor | None = None
-    """Classes of these images; None if not recorded."""
     models: Mapping[str, Classifier] = field(default_factory=dict)
     """Models that no plugin builds, by the names that observations have for them."""
 

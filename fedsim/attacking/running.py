@@ -258,7 +258,6 @@ class _AskedJob:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing more to ask or to be answered."""
         return not self._asking and len(self._answers) == self.sent
 
     def answer(self) -> AttackAnswer:

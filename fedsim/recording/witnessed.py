@@ -48,7 +48,6 @@ class Witnessed(BaseModel):
     """Number of images of each step, in order; an image that comes again counts again."""
     optimizer: str | None
     settings: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
-    """Settings of the optimizer, such as `lr` and `momentum`."""
     training_mode: bool
     rates: list[Annotated[float, Field(allow_inf_nan=False)]] = []
     """Learning rate of each step; empty in files of earlier versions."""

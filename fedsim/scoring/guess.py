@@ -159,7 +159,6 @@ class RowGuesser:
     def __init__(self, rows: Tensor, labels: Tensor) -> None:
         """Learns from public `rows` (P, D) on [0, 1], with `labels` (P,) int64; at least one."""
         self.mean = mean_image(rows)
-        """(D,) mean entries on [0, 1]."""
         self._rows, self._labels = rows, labels
 
     def public(self, max_rows: int = _POOL) -> Tensor:

@@ -188,7 +188,6 @@ class Certificate:
     """How many images of an answer an attack certifies to be right, and how many are wrong."""
 
     images: int
-    """Number of images of the answer."""
     determined: int | None
     """Number of images to which the update leaves a single answer, by the attack's word, if any."""
     certified: int | None

@@ -26,7 +26,6 @@ class Summary:
     n: int
     mean: float
     std: float | None
-    """Sample standard deviation (n - 1)."""
     median: float
     min: float
     max: float
@@ -170,9 +169,7 @@ class Accuracy:
     """States the share of a test set that a model classified correctly, with an interval."""
 
     share: float
-    """Share of the test set, in [0, 1]."""
     examples: int
-    """Size of the test set."""
     chance: float
     """Share of the test set's most frequent class, which needs no model."""
     low: float

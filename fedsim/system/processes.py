@@ -58,8 +58,6 @@ class _Process(SpawnProcess):
 
 
 class _SpawnContext(SpawnContext):
-    """Starts workers as `_Process`."""
-
     Process = _Process
 
 

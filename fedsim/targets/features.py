@@ -274,7 +274,6 @@ def _public_features(observation: Observation, images: Tensor) -> Tensor | None:
 
 
 _RECENT = 8
-"""Number of models whose features of public images are kept."""
 _recent: dict[bytes, Tensor | None] = {}
 """Digest of a model and of public images -> their features, oldest first."""
 

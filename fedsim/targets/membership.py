@@ -30,7 +30,6 @@ FALSE_POSITIVES = 0.05
 LOW_RATES = {"1_percent": 0.01, "01_percent": 0.001}
 """Ending of a metric's name -> the rate of false accusations at which it counts members."""
 CONFIDENCE = 0.95
-"""Confidence of the intervals of these shares."""
 
 
 def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:

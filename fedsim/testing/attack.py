@@ -45,7 +45,6 @@ from fedsim.types import (
 )
 
 _SIZES = (1, 3)
-"""Sizes of the batches that the suite runs on."""
 _LIMIT = 10_000
 """Maximum number of steps of an attack that promises no total."""
 _SEED = 5
