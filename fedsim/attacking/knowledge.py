@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim import rng
+from fedsim import rng, types
 from fedsim.attacking.question import Question
 from fedsim.contracts.attack import (
     Attack,
@@ -25,20 +25,7 @@ from fedsim.contracts.grant import Grant, Knowledge, MembershipCandidates, Sourc
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_public, load_public_labels
-from fedsim.types import (
-    CANDIDATE_INPUTS,
-    CANDIDATE_LABELS,
-    CANDIDATE_MEMBERS,
-    SOURCE_CLIENTS,
-    SOURCE_INPUTS,
-    SOURCE_LABELS,
-    SOURCE_PARTICIPANTS,
-    FedsimError,
-    Observation,
-    Reconstruction,
-    RowTruth,
-    Truth,
-)
+from fedsim.types import FedsimError, Observation, Reconstruction, RowTruth, Truth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +92,13 @@ def hand_over_candidates(
 ) -> MembershipCandidates | None:
     """Returns the candidates of an update, with all rounds that were `seen`; None without any."""
     secret = truth.tensors() if truth else {}
-    if CANDIDATE_MEMBERS not in secret:
+    if types.CANDIDATE_MEMBERS not in secret:
         return None
     device = next(iter(seen[0].parameters.values())).device
     return MembershipCandidates(
         # Copies, so that no attack can write into the truth that it is scored by.
-        inputs=secret[CANDIDATE_INPUTS].to(device, copy=True),
-        labels=secret[CANDIDATE_LABELS].to(device, copy=True),
+        inputs=secret[types.CANDIDATE_INPUTS].to(device, copy=True),
+        labels=secret[types.CANDIDATE_LABELS].to(device, copy=True),
         seen=seen,
     )
 
@@ -126,13 +113,13 @@ def hand_over_rounds(
 def hand_over_records(truth: Truth | None, seen: tuple[Observation, ...]) -> SourceRecords | None:
     """Returns the records whose client is asked for; `truth` is that of `add_sources`."""
     secret = truth.tensors() if truth else {}
-    if SOURCE_INPUTS not in secret:
+    if types.SOURCE_INPUTS not in secret:
         return None
     device = next(iter(seen[0].parameters.values())).device
-    clients, took_part = secret[SOURCE_CLIENTS], secret[SOURCE_PARTICIPANTS]
+    clients, took_part = secret[types.SOURCE_CLIENTS], secret[types.SOURCE_PARTICIPANTS]
     return SourceRecords(
-        inputs=secret[SOURCE_INPUTS].to(device, copy=True),
-        labels=secret[SOURCE_LABELS].to(device, copy=True),
+        inputs=secret[types.SOURCE_INPUTS].to(device, copy=True),
+        labels=secret[types.SOURCE_LABELS].to(device, copy=True),
         seen=seen,
         # Whoever adds up updates, or takes part, knows who else does.
         participants=tuple(tuple(clients[row].tolist()) for row in took_part),
@@ -302,7 +289,7 @@ def unanswerable(
     if (
         observation.payload == "update"
         and attack.asked_of_candidates
-        and (truth is None or CANDIDATE_MEMBERS not in truth.tensors())
+        and (truth is None or types.CANDIDATE_MEMBERS not in truth.tensors())
     ):
         return "membership is asked of candidates, and none were set aside (observe.candidates)"
     if observation.payload != "update" and not (truth and truth.asked_singly):

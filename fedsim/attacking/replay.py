@@ -22,7 +22,7 @@ from fedsim.models.base import normalize
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.models.victim import rebuild
 from fedsim.recording import files
-from fedsim.recording.truth import has_truth, load_truth
+from fedsim.recording.truth import count, load_truth
 from fedsim.system.device import move_tensors, resolve_device
 from fedsim.system.threads import fix_within
 from fedsim.types import FedsimError, GroundTruth, Observation, Reconstruction, Truth
@@ -124,7 +124,7 @@ def _find(
             *truth, observation.model, observation.num_images, where="truth: "
         )
         return observation, root, GroundTruth(images=images, labels=labels)
-    if root is None or not has_truth(root, observation.id):
+    if root is None or not count(root, observation.id):
         return observation, root, None
     return observation, root, load_truth(root, observation.id, observation.num_clients)
 

@@ -321,7 +321,12 @@ class ImageFolder(DataSource):
                 continue
             if images is None:
                 shape = (len(items), self.channels, *(expected or image.shape[1:]))
-                self._refuse_beyond_memory(tree, shape)
+                if torch.Size(shape).numel() > _MAX_BYTES:
+                    raise FedsimError(
+                        f"{number_of(shape[0], 'image')} of {shape[2]}x{shape[3]} pixels in "
+                        f"{tree.root} would take more than {_MAX_BYTES >> 30} GiB: set `size` or "
+                        "`limit`"
+                    )
                 # Filled in place: a list that is stacked at the end would take the memory twice.
                 images = torch.empty(shape, dtype=torch.uint8)
             if image.shape != images.shape[1:]:
@@ -337,13 +342,6 @@ class ImageFolder(DataSource):
                 f"({', '.join(left_out)}): repair them"
             )
         return images[: len(kept)], kept
-
-    def _refuse_beyond_memory(self, tree: Tree, shape: tuple[int, ...]) -> None:
-        if torch.Size(shape).numel() > _MAX_BYTES:
-            raise FedsimError(
-                f"{number_of(shape[0], 'image')} of {shape[2]}x{shape[3]} pixels in {tree.root} "
-                f"would take more than {_MAX_BYTES >> 30} GiB: set `size` or `limit`"
-            )
 
     def _decode(self, tree: Tree, path: Parts) -> Tensor:
         image = tree.image(path, "L" if self.channels == 1 else "RGB", self.bits)

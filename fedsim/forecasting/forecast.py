@@ -199,8 +199,6 @@ _BEYOND = {
     "patch_inversion": "solves equations of the position embedding",
 }
 """Means of an attack other than matching gradients or reading a closed form, by its name."""
-
-
 _WIDTH = 80
 _NO_PROOF = (
     "A no is a forecast of attacks that match gradients and no proof of safety: only an ε is a "

@@ -39,7 +39,6 @@ ToldValues = Mapping[str, Mapping[str, Any]]
 PartKind = Literal["strategies", "mods"]
 """Sides of an app whose parts are described: the server's strategies, a client's mods."""
 PARTS: tuple[PartKind, ...] = ("strategies", "mods")
-
 MOST_ROUNDS = 999_999
 _RUN, _ROUND = re.compile(r"run-\d{1,20}"), re.compile(r"round-\d{4,6}")
 _TAP = "tap.json"

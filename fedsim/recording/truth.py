@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedsim import rng
+from fedsim import rng, types
 from fedsim.recording.files import (
     by_number,
     checked_id,
@@ -26,18 +26,7 @@ from fedsim.recording.files import (
     write_tensors,
 )
 from fedsim.system import memory, paths
-from fedsim.types import (
-    CANDIDATE_INPUTS,
-    CANDIDATE_LABELS,
-    CANDIDATE_MEMBERS,
-    SOURCE_CLASSES,
-    SOURCE_CLIENTS,
-    SOURCE_INPUTS,
-    SOURCE_LABELS,
-    SOURCE_PARTICIPANTS,
-    FedsimError,
-    Truth,
-)
+from fedsim.types import FedsimError, Truth
 from fedsim.words import number_of
 
 _FOLDER = "truth"
@@ -186,13 +175,13 @@ def add_sources(truth: Truth, root: Path, ids: Sequence[str]) -> Truth:
     file_of = {n: p for own in zip(numbers, files, strict=True) for n, p in zip(*own, strict=True)}
     clients = sorted(file_of)
     candidates = [read_tensors(file_of[number]) for number in clients]
-    if not clients or not all(CANDIDATE_MEMBERS in each for each in candidates):
+    if not clients or not all(types.CANDIDATE_MEMBERS in each for each in candidates):
         return truth
-    coins = [each[CANDIDATE_MEMBERS] for each in candidates]
+    coins = [each[types.CANDIDATE_MEMBERS] for each in candidates]
     both = list(zip(candidates, coins, strict=True))
-    records = torch.cat([each[CANDIDATE_INPUTS][members] for each, members in both])
-    labels = torch.cat([each[CANDIDATE_LABELS][members] for each, members in both])
-    others = [each[CANDIDATE_LABELS][~members] for each, members in both]
+    records = torch.cat([each[types.CANDIDATE_INPUTS][members] for each, members in both])
+    labels = torch.cat([each[types.CANDIDATE_LABELS][members] for each, members in both])
+    others = [each[types.CANDIDATE_LABELS][~members] for each, members in both]
     source = torch.repeat_interleave(torch.stack([members.sum() for members in coins]))
     classes = 1 + int(torch.cat([labels, *others]).max())
     digests = [rng.of_bytes(each.contiguous().numpy().tobytes()) for each in records]
@@ -202,12 +191,12 @@ def add_sources(truth: Truth, root: Path, ids: Sequence[str]) -> Truth:
     single = [i for i, digest in enumerate(digests) if len(holders[digest]) == 1]
     order = torch.tensor(sorted(single, key=digests.__getitem__), dtype=torch.int64)
     more = {
-        SOURCE_INPUTS: records[order],
-        SOURCE_LABELS: labels[order],
+        types.SOURCE_INPUTS: records[order],
+        types.SOURCE_LABELS: labels[order],
         "source": source[order],
-        SOURCE_CLASSES: torch.stack([each.bincount(minlength=classes) for each in others]),
-        SOURCE_CLIENTS: torch.tensor(clients),
-        SOURCE_PARTICIPANTS: torch.tensor([[c in own for c in clients] for own in numbers]),
+        types.SOURCE_CLASSES: torch.stack([each.bincount(minlength=classes) for each in others]),
+        types.SOURCE_CLIENTS: torch.tensor(clients),
+        types.SOURCE_PARTICIPANTS: torch.tensor([[c in own for c in clients] for own in numbers]),
     }
     return replace(truth, more={**truth.more, **more})
 
@@ -242,8 +231,3 @@ def _is_truth(part: Mapping[str, Tensor]) -> bool:
 def count(root: Path, id: str) -> int:
     """Returns how many clients have written truth of the observation `id`."""
     return len(list(_folder(root, id).glob("client-*.safetensors")))
-
-
-def has_truth(root: Path, id: str) -> bool:
-    """Returns whether any truth of the observation `id` is in the run's folder `root`."""
-    return count(root, id) > 0

@@ -23,17 +23,13 @@ from fedsim.types import Reconstruction
 
 _POOL, _POOL_VALUES = 10_000, 1 << 26
 """Maximum number of public images, and of their pixels, that are kept: 64 MiB a worker."""
-
 _NEEDED = 20
 """Least number of public images for each image of a good guess. The guess from fewer falls behind
 that of many: on digits by 0.2 to 0.4 dB with 20, 0.3 to 0.8 with 10, 0.9 and more with 5."""
-
 _OUTLINE, _ALIKE = 16, 0.99
 """Side in pixels at which near copies are compared, and their least cosine. No bundled face or
 photograph of one split has 0.98 with one of the other. Digits reach 0.991. Copies with noise of
 0.02 mostly exceed 0.995."""
-
-
 _SAME_ROW = 1e-6
 """Distance below which two rows count as the same."""
 
@@ -261,25 +257,18 @@ def guess_problem(public: int, public_per_image: float, copies: int = 0) -> str 
 
 CHUNK = 256
 """Number of images that are summed at once, which bounds the memory of float64 copies."""
-
 _MIN_MSE = 10 ** (-PSNR_CAP / 10)
 """Least mean squared error that is counted, the error at `PSNR_CAP`."""
-
 _STEPS = 20
 """Number of learning steps: as good as 60 on CIFAR-10, for batches of 1 to 16."""
-
 _SUMMED_STEPS = 10
 """Number of last steps that sums run over, so that more images make a mean."""
-
 _IMAGES_PER_STEP = 1000
 """Number of public images in the batches of one step, about."""
-
 _VALUES_PER_STEP = 1 << 24
 """Maximum number of values in the batches of one step: 128 MiB."""
-
 _MAX_LEARNED = 512
 """Maximum batch size for which guesses are learned, since matching costs its cube."""
-
 _WEIGHT = 1 << 28
 """Weight of the best matched image: 131,000 images of level 255 at that weight sum up to 2^53."""
 

@@ -22,7 +22,6 @@ from fedsim.system import memory, paths
 
 PSNR_CAP = 60.0
 """Largest PSNR in dB, an RMSE of 0.001. Without it, one perfect image makes a mean infinite."""
-
 _SSIM_WINDOW = 7
 
 
@@ -85,12 +84,9 @@ def ssim(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
 
 SMALLEST_SIDE = 16
 """Least side in pixels: half of it is the size of the coarsest wavelet."""
-
 _C, _ALPHA = 30.0, 4.2
 """Constants C and α of the paper, for pixels in [0, 255]."""
-
 _YIQ = ((0.299, 0.587, 0.114), (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
-
 _SCALES = (2, 4, 8)
 """Sides of the wavelets. The first two are compared, and the last weighs places."""
 
@@ -164,14 +160,12 @@ Backbone = Literal["alex", "vgg", "squeeze"]
 
 MINIMUM_SIDE = 32
 """Side in pixels to which smaller images are enlarged, as some backbones have no output below."""
-
 _PUBLISHED: dict[Backbone, str] = {
     "alex": "alexnet-owt-7be5be79.pth",
     "vgg": "vgg16-397923af.pth",
     "squeeze": "squeezenet1_1-b8a52dc0.pth",
 }
 """Backbone -> file of torchvision's weights, which ends with digits of its SHA-256."""
-
 _BATCH = 16
 
 

@@ -19,10 +19,8 @@ from fedsim.words import number_of
 
 OWN_LOSS = "attack_loss"
 """Field of a row's metrics for the attack's own objective, which compares no two attacks."""
-
 NO_AIDS: Aids = MappingProxyType({})
 """Aids without public images: nothing is guessed, and no missing image is filled in."""
-
 NOT_LEARNED = {"public": None, "public_per_image": None, "near_copies": None}
 """Fields of a baseline that was not learned from public images."""
 

@@ -14,7 +14,6 @@ from fedsim.words import number_of
 
 LEAST = 3
 """Least number of values for which an interval is stated."""
-
 _ROUNDING = 1e-9
 """Largest difference of values that count as equal, as a share of the largest magnitude."""
 

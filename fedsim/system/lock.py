@@ -16,7 +16,6 @@ from fedsim.types import FedsimError
 
 NAME = ".lock"
 """Name of the locked file in a run's folder, which is removed when the run ends."""
-
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """A pipe of this name is not waited for, and a link not followed."""
 _NO_LOCK = "a link, a folder, a pipe or a device, and no lock"

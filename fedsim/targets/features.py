@@ -32,7 +32,6 @@ from fedsim.types import FedsimError, Observation, Truth, as_pixels
 
 _MOST = 256
 """Maximum number of public images for the guess, which tell the directions in common."""
-
 _DEPENDENT = 1e-12
 """Singular value of unit vectors below which a direction is mere rounding."""
 

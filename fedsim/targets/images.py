@@ -34,28 +34,20 @@ EXPOSED_IMAGE = 15.0
 """Gain in dB from which a single image is a leak, however many of its batch stay hidden. It is over
 the image's own guess, and over the same attack's answer to another update. It is more than
 `Images.exposes`, since the best of many images is chosen."""
-
 LIKENESS_GAIN = 0.2
 """Gain in structure (SSIM) or perceived likeness (LPIPS) from which an image leaks, over the guess
 and another update. Pixels do not matter then, as pictures of other colors have a low PSNR."""
-
 RECOGNIZABLE_LPIPS = 0.3
 """Mean LPIPS up to which images that leak by their perceptual distance are recognizable."""
-
 RECOGNIZABLE_SSIM = 0.5
 """Mean SSIM from which the images of a leak are recognizable."""
-
 RECOGNIZABLE_HAARPSI = 0.5
 """Mean HaarPSI that pictures need besides their SSIM to count as recognizable. Of answers with an
 SSIM of 0.5 or more, at 32 x 32 pixels, the truth was by edges the nearest of 2,066 pictures in 218
 of 251 cases with this HaarPSI, and in 16 of 29 below (66 truths; benchmarks/likeness.py)."""
-
 RECOGNIZABLE_PSNR = 20.0
 """Mean PSNR in dB from which images of a leak are recognizable, if SSIM was not measured."""
-
-
 _IMAGE_AXES = 4
-
 _MOST_PIXELS = 1 << 24
 """Maximum number of values that are compared for the chance of a guess."""
 

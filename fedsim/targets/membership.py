@@ -25,8 +25,6 @@ from fedsim.types import (
 
 FALSE_POSITIVES = 0.05
 """Largest share of non-members accused at the threshold where true positives are counted."""
-
-
 LOW_RATES = {"1_percent": 0.01, "01_percent": 0.001}
 """Ending of a metric's name -> the rate of false accusations at which it counts members."""
 CONFIDENCE = 0.95
@@ -257,7 +255,6 @@ class Membership(Target):
 
 FALSE_REFUSALS = 1e-6
 """Probability that candidates that differ in nothing but fair coins are refused as unlike."""
-
 _PROJECTIONS = 64
 """Number of random projections of an input that the blind classifier looks at, at most."""
 _LEAST = 40

@@ -33,7 +33,6 @@ from fedsim.types import Payload, Reconstruction, ReleaseKind, Tensors, Truth
 
 TOLERANCE = 0.05
 """Share of a column's range within which every entry of a recovered row is."""
-
 _SLACK = 1e-6
 """Distance beyond [-1, 1] that is granted to a row's entries for rounding."""
 
