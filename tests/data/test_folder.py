@@ -192,18 +192,6 @@ def test_a_member_that_states_a_large_size_is_not_read(tmp_path, monkeypatch):
         ImageFolder(path=path).load()
 
 
-def test_a_member_with_a_wrong_checksum_is_named(tmp_path):
-    path = tmp_path / "set.zip"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in FILES.items():
-            archive.writestr(name, content)
-    content = path.read_bytes()
-    at = content.index(FILES["train/b/10.png"]) + 60
-    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-    with pytest.raises(FedsimError, match=r"train/b/10\.png cannot be read.*CRC"):
-        ImageFolder(path=str(path)).load()
-
-
 PHOTOS = {
     f"{name}/{index}.png": png((index, value, 0))
     for name, value in (("cat", 100), ("dog", 200))
@@ -272,9 +260,8 @@ def test_wrong_rows_are_refused_with_their_lines(write, row, said):
     [(b"", "no column 'file'"), (b"file,class\n", "no column 'label'"), (b"\xff\xfe\x00", "UTF-8")],
 )
 def test_a_wrong_csv_is_refused(write, content, said):
-    files = FLAT if content is None else {**FLAT, "labels.csv": content}
     with pytest.raises(FedsimError, match=said):
-        ImageFolder(path=write(files), labels="labels.csv").load()
+        ImageFolder(path=write({**FLAT, "labels.csv": content}), labels="labels.csv").load()
 
 
 def test_a_link_out_of_the_folder_is_no_file_of_it(tmp_path):

@@ -69,37 +69,6 @@ def test_parts_are_those_of_flowers_partitioners(config, parts):
     assert [part.tolist() for part in partition(dataset(12), config, 3, seed=7)] == parts
 
 
-def test_iid_parts_are_equal_and_mixed():
-    parts = partition(dataset(122), Partition(), 5, seed=3)
-    assert sorted(len(part) for part in parts) == [24, 24, 24, 25, 25]
-    labels = dataset(122).train_labels
-    assert all(len(labels[part].unique()) == CLASSES for part in parts)
-
-
-def test_shards_hold_few_classes():
-    config = Partition(name="shards", shards_per_client=1)
-    labels = dataset().train_labels
-    for part in partition(dataset(), config, 4, seed=0):
-        assert len(labels[part].unique()) == 1
-    two = partition(dataset(), Partition(name="shards", shards_per_client=2), 4, seed=0)
-    assert {len(part) for part in two} == {30}
-    assert all(len(labels[part].unique()) <= 2 for part in two)
-
-
-def test_small_alpha_is_heterogeneous_and_large_alpha_is_not():
-    data = dataset(4000)
-
-    def spread(alpha):
-        parts = partition(data, Partition(name="dirichlet", alpha=alpha), 5, seed=4)
-        shares = torch.stack(
-            [data.train_labels[part].bincount(minlength=CLASSES).double() for part in parts]
-        )
-        return float((shares / shares.sum(1, keepdim=True)).std(0).mean())
-
-    assert spread(1000.0) < 0.02
-    assert spread(0.3) > 0.15
-
-
 @pytest.mark.parametrize(
     ("config", "data", "clients", "remedy"),
     [

@@ -70,13 +70,6 @@ def noise(std: float) -> list[dict[str, Any]]:
     return [{"name": "gaussian_noise", "std": std}]
 
 
-def test_one_image_of_a_linear_layer_is_attackable() -> None:
-    forecast = told(linear())
-    assert forecast.attackable == "yes"
-    assert forecast.gain > 30
-    assert forecast.first_attack == "idlg"
-
-
 def test_pruning_and_rounding_cost_gain() -> None:
     bare = told(smooth()).estimate.gain
     pruned = told(smooth(), defenses=PRUNED).estimate.gain

@@ -94,21 +94,6 @@ def test_principal_angles_of_known_planes() -> None:
     torch.testing.assert_close(angles(claimed, truth), torch.tensor([0.0, 30.0]).double())
 
 
-def test_principal_angles_do_not_depend_on_the_basis() -> None:
-    truth, claimed = normal(4, 20), normal(4, 20, seed=1)
-    expected = angles(claimed, truth)
-    assert bool((expected.diff() >= 0).all())
-    for other in (claimed.flip(0), -3 * claimed, normal(4, 4, seed=2) @ claimed):
-        torch.testing.assert_close(angles(other, truth), expected)
-
-
-def test_small_principal_angles_are_seen() -> None:
-    """Where a cosine would round to 1."""
-    truth = torch.tensor([[1.0, 0, 0]]).double()
-    claimed = torch.tensor([[1.0, 1e-9, 0]]).double()
-    torch.testing.assert_close(angles(claimed, truth), torch.rad2deg(torch.tensor([1e-9]).double()))
-
-
 def test_directions_that_were_not_found_are_at_right_angles() -> None:
     truth = torch.eye(3, 5)
     assert angles(torch.zeros(3, 5), truth).tolist() == [90.0] * 3

@@ -64,12 +64,6 @@ def test_value_is_that_of_the_reference_on_minus_one_to_one(metric: LpipsMetric)
     assert isinstance(metric.model, reference.LPIPS)
 
 
-def test_identical_images_are_at_distance_zero(metric: LpipsMetric) -> None:
-    a, b = pair(3, 32)
-    assert metric(a, a).tolist() == [0.0, 0.0, 0.0]
-    assert (metric(a, b) > 0).all()
-
-
 def test_gray_is_repeated_and_small_images_are_enlarged(metric: LpipsMetric) -> None:
     a, b = pair(1, 25)
     enlarge = nn.Upsample(size=(MINIMUM_SIDE, MINIMUM_SIDE), mode="bilinear")

@@ -54,9 +54,9 @@ def pairs(what: str) -> tuple[ScoredPair, ScoredPair, ScoredPair | None]:
         truth = torch.tensor([0.7, 0.3])
         poor = truth.flip(0)
     elif what == "source":
-        truth = torch.arange(4000) % 4
-        perfect, aid = torch.eye(4)[truth], (torch.arange(4000) // 4 % 5, torch.ones(4, 5))
-        poor, blind = perfect.roll(1, 1), torch.rand(4000, 4, generator=stream)
+        truth = torch.arange(1000) % 4
+        perfect, aid = torch.eye(4)[truth], (torch.arange(1000) // 4 % 5, torch.ones(4, 5))
+        poor, blind = perfect.roll(1, 1), torch.rand(1000, 4, generator=stream)
     else:
         truth = torch.arange(4000) % 2 == 0
         perfect, blind = truth.double(), torch.rand(4000, generator=stream)
