@@ -142,9 +142,7 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
         mechanism = defense.guarantee(Guarantee(sensitivity=BOUND)).mechanism
         if not isinstance(mechanism, Mechanism):
             return
-        update = {"a": torch.zeros(30_000), "b": torch.zeros(100, 100)}
-        defended, _ = defense.apply(update, defense.init(update, BOUND), stream())
-        entries = torch.cat([tensor.flatten() for tensor in defended.values()]).double()
+        entries = _noise_of(defense)
         # What it bounds itself is the contribution that its noise is a multiple of.
         own = defense.effect(Guarantee(sensitivity=BOUND)).bound
         expected = mechanism.noise_multiplier * min(BOUND, BOUND if own is None else own)
@@ -159,12 +157,9 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
 
     def test_the_declared_noise_is_added(self) -> None:
         defense = self.make()
-        zero = {"a": torch.zeros(30_000), "b": torch.zeros(100, 100)}
-        sizes = tuple(tuple(tensor.shape) for tensor in zero.values())
-        effect = defense.effect(Guarantee(sensitivity=BOUND, shapes=sizes))
+        effect = defense.effect(Guarantee(sensitivity=BOUND, shapes=_SIZES))
         assert effect != UNKNOWN, "override `effect`: say what the defense does to an update"
-        defended, _ = defense.apply(zero, defense.init(zero, BOUND), stream())
-        entries = torch.cat([tensor.flatten() for tensor in defended.values()]).double()
+        entries = _noise_of(defense)
         assert {noise.on for noise in effect.noise} <= {"update"}, "a client's update is noised"
         declared = math.sqrt(sum(noise.variance for noise in effect.noise))
         if effect.removed == "others" and declared:
@@ -230,6 +225,16 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
         one = ratios.mean() if effect.scaled else torch.ones(())
         torch.testing.assert_close(ratios, one.to(ratios).expand_as(ratios), rtol=1e-5, atol=0)
         assert 0 < float(one) <= 1 + 1e-6
+
+
+_SIZES = ((30_000,), (100, 100))
+
+
+def _noise_of(defense: UpdateDefense) -> Tensor:
+    """Returns the 40,000 entries that come out where zeros of `_SIZES` go in."""
+    zero = {str(size): torch.zeros(size) for size in _SIZES}
+    defended, _ = defense.apply(zero, defense.init(zero, BOUND), stream())
+    return torch.cat([tensor.flatten() for tensor in defended.values()]).double()
 
 
 class _Silence(UpdateDefense):
@@ -496,29 +501,22 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
 
     def test_one_update_alone_comes_out_as_it_is(self) -> None:
         update = _updates()[0]
-        combined = self.make().combine([update])
-        _assert_close(combined.tensors, update.tensors)
-        _assert_close(combined.buffers, update.buffers)
+        _assert_close(self.make().combine([update]), update)
 
     def test_names_shapes_types_and_total(self) -> None:
         updates, before = _updates(), _updates()
         combined = self.make().combine(iter(updates))
-        _assert_alike(combined.tensors, updates[0].tensors)
-        _assert_alike(combined.buffers, updates[0].buffers)
+        _assert_alike(_every(combined), _every(updates[0]))
         assert combined.num_examples == sum(update.num_examples for update in updates)
-        for tensor in (*combined.tensors.values(), *combined.buffers.values()):
+        for tensor in _every(combined).values():
             # Writing into the result must not reach the clients' own updates.
             tensor.zero_()
         for update, unchanged in zip(updates, before, strict=True):
-            assert same(update.tensors, unchanged.tensors)
-            assert same(update.buffers, unchanged.buffers)
+            assert same(_every(update), _every(unchanged))
 
     def test_the_order_of_clients_does_not_matter(self) -> None:
         updates = _updates()
-        combined = self.make().combine(updates)
-        reversed_order = self.make().combine(updates[::-1])
-        _assert_close(combined.tensors, reversed_order.tensors)
-        _assert_close(combined.buffers, reversed_order.buffers)
+        _assert_close(self.make().combine(updates), self.make().combine(updates[::-1]))
 
     def test_small_updates_are_not_lost(self) -> None:
         # Float masks leave an error of their own size times 1e-7, which drowns such updates.
@@ -531,17 +529,11 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
             for update in _updates()
         ]
         combined = self.make().combine(small)
-        second = self.make().combine(small)
-        assert same(combined.tensors, second.tensors)
-        assert same(combined.buffers, second.buffers)
-        large = self.make().combine(_updates())
-        for tensors, expected in (
-            (combined.tensors, large.tensors),
-            (combined.buffers, large.buffers),
-        ):
-            for name, tensor in tensors.items():
-                # Combining is linear, so that the scaled sum is the sum of scaled updates.
-                torch.testing.assert_close(1e6 * tensor, expected[name], rtol=1e-4, atol=1e-4)
+        assert same(_every(combined), _every(self.make().combine(small)))
+        large = _every(self.make().combine(_updates()))
+        for name, tensor in _every(combined).items():
+            # Combining is linear, so that the scaled sum is the sum of scaled updates.
+            torch.testing.assert_close(1e6 * tensor, large[name], rtol=1e-4, atol=1e-4)
 
     def test_the_effect_is_declared(self) -> None:
         defense = self.make()
@@ -593,8 +585,12 @@ def _assert_alike(tensors: Tensors, like: Tensors) -> None:
     assert kinds[0] == kinds[1]
 
 
-def _assert_close(a: Tensors, b: Tensors) -> None:
-    torch.testing.assert_close(dict(a), dict(b), rtol=1e-5, atol=1e-6)
+def _every(update: Update) -> dict[str, Tensor]:
+    return {**update.tensors, **update.buffers}
+
+
+def _assert_close(a: Update, b: Update) -> None:
+    torch.testing.assert_close(_every(a), _every(b), rtol=1e-5, atol=1e-6)
 
 
 _CLASSES = 5
