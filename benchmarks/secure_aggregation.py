@@ -111,11 +111,11 @@ def case(clients: int, parameters: int) -> dict[str, Any]:
     mean = layout.sum_of(total, 0, clients - lost)
     error = float((mean.tensors["w"] - update.tensors["w"]).double().abs().max())
     up = (
-        size_of(messages.order(messages.table(1, boxes)))
-        + size_of(messages.order(messages.table(1, {0: directory[0].to_bytes()})))
+        size_of(messages.table(1, boxes))
+        + size_of(messages.table(1, {0: directory[0].to_bytes()}))
         + size_of(messages.masked_answer(total, bytes(64)))
-        + size_of(messages.order(messages.table(1, {lost: server.agreed[lost]})))
-        + size_of(messages.order(messages.table(1, answers[lost])))
+        + size_of(messages.table(1, {lost: server.agreed[lost]}))
+        + size_of(messages.table(1, answers[lost]))
     )
     client = {
         name: statistics.median(clock.seconds[name])

@@ -238,7 +238,6 @@ def _peer(context: FLContext) -> str:
 
 
 def _read(message: object) -> DXO | None:
-    """Returns the model in a message; None if it holds none."""
     if not isinstance(message, Shareable):
         return None
     try:

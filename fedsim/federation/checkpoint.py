@@ -33,8 +33,6 @@ _INDEX = "checkpoint"
 
 
 class _Index(BaseModel):
-    """The file's JSON metadata: everything but the tensors."""
-
     model_config = ConfigDict(extra="forbid")
 
     format: Literal[1] = 1
@@ -66,11 +64,7 @@ class Checkpoints:
     def __init__(
         self, out: Path, scenario: Scenario, stack: str, held: Sequence[int] | None = None
     ) -> None:
-        """Looks below `out` for the checkpoint of `stack`, a key of `scenario.defenses`.
-
-        `held` is the number of examples of each client, by client. None leaves out the check that
-        the data are the same.
-        """
+        """Looks below `out` for the checkpoint of `stack`; `held` None leaves data unchecked."""
         self._out = out
         self._held = None if held is None else list(held)
         self._stack = stack

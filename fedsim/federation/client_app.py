@@ -9,7 +9,7 @@ message may come to another process.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.supercore.differential_privacy import compute_adaptive_clip_model_update
 
@@ -312,20 +312,20 @@ class Answers:
 
     def keys(self, message: Message, context: Context) -> Message:
         """Answers with the client's public keys for this round's sum, and forgets earlier sums."""
-        sum, _ = self._sum(message, context, begins=True)
+        sum = self._sum(message, context, begins=True)
         published = sum.client.keys(sum.secret)
-        return _reply(message, messages.table(sum.round, {sum.number: published.to_bytes()}))
+        return sum.reply(message, {sum.number: published.to_bytes()})
 
     def shares(self, message: Message, context: Context) -> Message:
         """Answers with shares of the client's two secrets, sealed for each neighbour."""
-        sum, record = self._sum(message, context)
-        listed = messages.read_table(record)
+        sum = self._sum(message, context)
+        listed = messages.read_table(message.content)
         boxes = sum.client.shares({c: Published.from_bytes(one) for c, one in listed.items()})
-        return _reply(message, messages.table(sum.round, boxes))
+        return sum.reply(message, boxes)
 
     def mask(self, message: Message, context: Context) -> Message:
         """Answers with the round's updates, masked in one vector, and a signature."""
-        sum, record = self._sum(message, context)
+        sum = self._sum(message, context)
         content, workload = message.content, self._own.workload
         order = self._own.read_order(message)
         planted = messages.read_planted(content, order.parameters)
@@ -354,35 +354,31 @@ class Answers:
 
             return plan.layout(workload, sum.round).vector(updates, stream)
 
-        vector, signature = sum.client.mask(messages.read_table(record), compute, model)
+        vector, signature = sum.client.mask(messages.read_table(content), compute, model)
         return Message(messages.masked_answer(vector, signature), reply_to=message)
 
     def agree(self, message: Message, context: Context) -> Message:
         """Answers with a signature of the clients in the sum; a round has one such set."""
-        sum, record = self._sum(message, context)
-        signatures = messages.read_table(record)
-        lost = messages.read_list(record, messages.LOST)
+        sum = self._sum(message, context)
+        signatures = messages.read_table(message.content)
+        lost = messages.read_list(message.content, messages.LOST)
         state = ClientState(self._own.out, self._own.workload.stack_name, sum.number)
         # Written to disk before the signature leaves: a client that forgot it could agree to a
         # second sum.
         note = partial(state.open_sum, sum.round, signatures)
         signature = sum.client.agree(list(signatures), lost, signatures, note)
-        return _reply(message, messages.table(sum.round, {sum.number: signature}))
+        return sum.reply(message, {sum.number: signature})
 
     def unmask(self, message: Message, context: Context) -> Message:
         """Answers with the client's shares of others' secrets, so that the sum can be opened."""
-        sum, record = self._sum(message, context)
-        shares = sum.client.unmask(messages.read_table(record))
-        return _reply(message, messages.table(sum.round, shares))
+        sum = self._sum(message, context)
+        return sum.reply(message, sum.client.unmask(messages.read_table(message.content)))
 
-    def _sum(
-        self, message: Message, context: Context, *, begins: bool = False
-    ) -> tuple[_Sum, ConfigRecord]:
+    def _sum(self, message: Message, context: Context, *, begins: bool = False) -> _Sum:
         workload, number = self._own.workload, self._own.client(context)
         if workload.protocol is None:
             raise FedsimError(f"the stack {workload.stack_name!r} has no secure sums")
-        record = wire.config_of(message.content)
-        round = wire.integer(record, wire.ROUND, 1)
+        round = wire.integer(wire.config_of(message.content), wire.ROUND, 1)
         if round > workload.scenario.training.rounds:
             raise FedsimError(
                 f"round {round} is past the scenario's last ({workload.scenario.training.rounds})"
@@ -407,7 +403,7 @@ class Answers:
         kept = {} if begins else state.sum_of(round)
         terms = plan.terms(workload, round, sum_identity.run)
         client = SumClient(terms, number, sum_identity.identity, Memory(**kept), keep)
-        return _Sum(client=client, round=round, number=number, secret=secret), record
+        return _Sum(client=client, round=round, number=number, secret=secret)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,9 +414,8 @@ class _Sum:
     number: int
     secret: Callable[[str], bytes]
 
-
-def _reply(message: Message, record: ConfigRecord) -> Message:
-    return Message(messages.order(record), reply_to=message)
+    def reply(self, message: Message, entries: Mapping[int, bytes]) -> Message:
+        return Message(messages.table(self.round, entries), reply_to=message)
 
 
 def _simulate_identity(seed: int, clients: int, number: int) -> SumIdentity:

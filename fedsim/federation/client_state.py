@@ -2,13 +2,12 @@
 
 That is the truth, and what they carry from round to round (error feedback, noise).
 
-    OUT/client_state/<stack>/client-0000/round-0001.safetensors     the state after round 1
-    OUT/client_state/<stack>/client-0000/sent-0001.safetensors      what it sent in round 1, if it
-                                                                    looks at the next global model
-    OUT/client_state/<stack>/client-0000/answered.jsonl             at which inputs it has answered,
-                                                                    and digests of the answers
-    OUT/client_state/<stack>/client-0000/opened.jsonl               for whom it agreed to open sums
-    OUT/client_state/<stack>/client-0000/sum.json                   what it is to unmask, and when
+    OUT/client_state/<stack>/client-0000/
+        round-0001.safetensors  the state after round 1
+        sent-0001.safetensors   what it sent in round 1, if it looks at the next global model
+        answered.jsonl          at which inputs it has answered, and digests of the answers
+        opened.jsonl            for whom it agreed to open sums
+        sum.json                what it is to unmask, and when
 
 A file per round lets a resumed run go back to the state that its checkpoint saw. What a client has
 answered otherwise, and a damaged file, are refused with a `FedsimError`.
@@ -54,10 +53,7 @@ class ClientState:
         return read_tensors(self._path(max(earlier))) if earlier else {}
 
     def save(self, round: int, state: Tensors, checkpoint_every: int) -> None:
-        """Keeps `state` after `round`, and removes states that no resumed run can need.
-
-        A run writes a checkpoint every `checkpoint_every` rounds, and is resumed from the last.
-        """
+        """Keeps `state` after `round`, and removes what no run resumed from a checkpoint needs."""
         write_tensors(self._path(round), state)
         checkpoint = (round - 1) // checkpoint_every * checkpoint_every
         # The newest state at or before the checkpoint is what a resumed run goes back to.

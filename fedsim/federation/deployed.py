@@ -74,10 +74,7 @@ class Deployed:
                 file.write(self.secret)
 
     def servers(self, scenario: Scenario) -> dict[str, Server]:
-        """Returns the `Server` of each stack of `scenario`, by name of the stack.
-
-        The scenario's own data source is loaded, for a description of the data and the test split.
-        """
+        """Returns the `Server` of each stack of `scenario`, described by its own data source."""
         described = load_dataset(scenario).without_training()
         return {
             name: Server(scenario, name, described, self.census, self._noise_seed(name))

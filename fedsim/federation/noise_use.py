@@ -71,10 +71,7 @@ def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
 
 
 def note_release(path: Path, own: tuple[int, ...], release: Sequence[Tensors], who: str) -> None:
-    """Notes a digest of what is released, so that nothing else is released with the same noise.
-
-    `use_once` has noted the key `own` in `path` before.
-    """
+    """Notes a digest of what is released, so that nothing else has the same noise."""
     at, noted = digest(*release), _read(path)
     for entry in noted:
         # The first digest stays, and every later answer is held against it.

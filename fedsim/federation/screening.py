@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 from flwr.app import Message
-from torch import Tensor
 
 from fedsim.federation import wire
 from fedsim.federation.records import REASONS
@@ -44,7 +43,8 @@ def judge(reply: Message | None, expected: wire.Shape) -> Screening:
     except wire.MalformedError as error:
         return Screening(reason="malformed", text=str(error))
     for name, tensor in {**answer.update.tensors, **answer.update.buffers}.items():
-        if not _finite(tensor):
+        # A finite sum has finite terms, and costs a fraction; one that is not may have overflown.
+        if not (torch.isfinite(tensor.sum()) or torch.isfinite(tensor).all()):
             return Screening(answer, "non_finite", f"{name} holds NaN or infinity")
     if answer.loss is not None and not math.isfinite(answer.loss):
         return Screening(answer, "non_finite", f"the loss is {answer.loss}")
@@ -56,7 +56,8 @@ def explain_missing(reply: Message | None) -> Screening:
     if reply is None:
         return Screening(reason="late", text="no answer in time")
     if reply.has_error():
-        return Screening(reason="client_error", text=_last_line(reply.error.reason))
+        lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
+        return Screening(reason="client_error", text=lines[-1] if lines else "no reason given")
     return Screening(reason="malformed", text="the answer is empty")
 
 
@@ -67,11 +68,6 @@ def is_zero(update: Tensors) -> bool:
     if any(bool(tensor[:_GLANCE].any()) for tensor in flat):
         return False
     return not any(bool(tensor.any()) for tensor in flat)
-
-
-def _finite(tensor: Tensor) -> bool:
-    # A sum that is finite has finite terms, and costs a fraction; a sum that is not may overflow.
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 @dataclass
@@ -113,8 +109,3 @@ class Tally:
         """Keeps `line` for the record, cut and made printable; lines after the 20th are dropped."""
         if len(self.details) < _DETAILS:
             self.details.append(printable(line[:_DETAIL_LENGTH]))
-
-
-def _last_line(reason: str | None) -> str:
-    lines = [line.strip() for line in (reason or "").splitlines() if line.strip()]
-    return lines[-1] if lines else "no reason given"

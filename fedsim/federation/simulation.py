@@ -110,7 +110,6 @@ class _ChildDied(Exception):  # noqa: N818
 def _follow(
     job: FederationJob, orders: IO[bytes], lines: IO[bytes], scratch: Path, on_round: OnRound
 ) -> None:
-    """Starts the child's work and hands on its rounds until it says that it is done."""
     _tell(orders, {"job": asdict(job), "scratch": str(scratch)})
     for line in lines:
         said = json.loads(line)

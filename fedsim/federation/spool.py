@@ -212,7 +212,7 @@ def _nearer(mean: Tensors, value: Tensors, count: int) -> dict[str, Tensor]:
     return {name: old + (value[name] - old) / count for name, old in mean.items()}
 
 
-class LazyArray(Array):
+class _LazyArray(Array):
     """Flower array that is computed each time it is read."""
 
     def __init__(self, like: Tensor, load: Callable[[], Tensor]) -> None:
@@ -224,11 +224,9 @@ class LazyArray(Array):
 
     @property
     def data(self) -> bytes:  # type: ignore[override]  # written nowhere
-        """Bytes of the array in NumPy's file format, as every Flower array has them."""
         return Array.from_numpy_ndarray(self.numpy()).data
 
     def numpy(self) -> NDArray[np.generic]:
-        """Returns a writable copy of the array's values."""
         return cast("NDArray[np.generic]", self.__dict__["_load"]().numpy())
 
 
@@ -236,5 +234,5 @@ def lazy_record(like: Tensors, load: Callable[[str], Tensor]) -> ArrayRecord:
     """Returns a record of arrays like `like`, each of which `load(name)` gives when it is read."""
     record = ArrayRecord()
     for name, tensor in like.items():
-        record[name] = LazyArray(tensor, partial(load, name))
+        record[name] = _LazyArray(tensor, partial(load, name))
     return record

@@ -138,13 +138,8 @@ def check_fit(
 ) -> None:
     """Refuses a strategy that needs more than the server gets to see, or shorter updates.
 
-    Args:
-        name: The strategy's class name.
-        parameters: The strategy's parameters.
-        sees_each: Whether the server sees each client's update, or only their combination.
-        losses: Whether clients report their loss.
-        bound: L2 norm that no client's update exceeds; inf if none is proven.
-        rate: By how much weights move for an update of length 1, at most.
+    No client's update is longer than `bound` (inf if none is proven), and weights move by `rate` at
+    most for an update of length 1.
     """
     if not sees_each and name not in _FROM_MEAN:
         raise FedsimError(

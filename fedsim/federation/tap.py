@@ -25,8 +25,8 @@ from fedsim.federation import wire
 from fedsim.federation.delivery import Delivery, WrappedGrid, exchange
 from fedsim.federation.noise_use import notes, release_key, use_once
 from fedsim.federation.screening import Tally, judge
-from fedsim.federation.secure_aggregation import plan
-from fedsim.federation.secure_aggregation.rounds import Model, SecureSum
+from fedsim.federation.secure_aggregation import messages, plan
+from fedsim.federation.secure_aggregation.rounds import SecureSum
 from fedsim.federation.secure_aggregation.terms import AbortedError, Ring
 from fedsim.federation.spool import BUDGET, Averages, MeanRelease, Spool, lazy_record, scratch
 from fedsim.federation.wire import size_of
@@ -41,10 +41,7 @@ _Ordered = tuple[Message, int, Probe | None]
 
 
 class TapGrid(WrappedGrid):
-    """Wraps a grid, through which a stack's strategy trains, and records what the server sees.
-
-    Each round is enclosed by `begin` and `end`.
-    """
+    """Wraps a grid of one stack, and records what the server sees between `begin` and `end`."""
 
     def __init__(
         self, grid: Grid, server: Server, nodes: Mapping[int, int], out: Path, delivery: Delivery
@@ -144,7 +141,6 @@ class TapGrid(WrappedGrid):
         return replies
 
     def _securely(self, clients: Sequence[int], timeout: float) -> list[Message]:
-        """Carries out the round's secure sum of training and all probes; records what is seen."""
         server, tally = self._server, self.tally
         parts = plan.parts(server, self._round)
         sum = SecureSum(
@@ -174,13 +170,14 @@ class TapGrid(WrappedGrid):
             for part in range(len(parts)) if client in seen_alone else ():
                 record(part, client, layout.read_masked(vector, part), [client])
 
-        model = Model(
+        ask = partial(
+            messages.model_order,
             parameters=self._arrays,
             buffers=wire.encode(self._buffers),
             planted=None if planted is trained else wire.encode(planted),
         )
         with self._averaging(self._plan.probes):
-            opened, why = sum.run(clients, model, on_masked), "too_few"
+            opened, why = sum.run(clients, ask, on_masked), "too_few"
             updates: list[Update] = []
             if opened is not None:
                 try:
@@ -287,7 +284,6 @@ class TapGrid(WrappedGrid):
         timeout: float,
         spools: Mapping[Probe | None, Spool],
     ) -> dict[Probe | None, dict[int, Message]]:
-        """Exchanges `orders` and returns the accepted, emptied replies by probe and client."""
         combines = self._server.stack.aggregation is not None
         accepted: dict[Probe | None, dict[int, Message]] = {probe: {} for probe in spools}
         messages = [message for message, _, _ in orders]
@@ -297,7 +293,11 @@ class TapGrid(WrappedGrid):
             _, client, probe = orders[position]
             if reply is not None and reply.has_content() and probe is None:
                 self.tally.bytes_up += size_of(reply.content)
-            verdict = judge(reply, self._expected_of(client, probe))
+            training = self._server.declared_for(probe)
+            # Strategies weigh by this number: a client may not claim any weight it likes.
+            held = self._server.census.held[client]
+            most = max(1, held, training.batch_size * training.steps)
+            verdict = judge(reply, replace(self._expected, most_examples=most))
             # Recorded even if it is then left out: the server did see it.
             if verdict.answer and client in observed and not combines:
                 self._record(client, verdict.answer.update, probe)
@@ -311,14 +311,6 @@ class TapGrid(WrappedGrid):
                 reply.content = RecordDict()
                 accepted[probe][client] = reply
         return accepted
-
-    def _expected_of(self, client: int, probe: Probe | None) -> wire.Shape:
-        """Returns what an answer has to look like, and the most examples that it can be of."""
-        training = self._server.declared_for(probe)
-        held = self._server.census.held[client]
-        # Strategies weigh by this number: a client may not claim any weight it likes.
-        most = max(1, held, training.batch_size * training.steps)
-        return replace(self._expected, most_examples=most)
 
     def _client_of(self, message: Message) -> int:
         return self._clients[message.metadata.dst_node_id]
@@ -421,7 +413,6 @@ class TapGrid(WrappedGrid):
             save_observation(observation, self._out)
 
     def _tell_left_out(self, probe: Probe | None, left_out: Collection[int]) -> None:
-        """Tells clients that were asked that their answer is in no recording."""
         # A client keeps its truth before it answers, and nobody else can remove it.
         content = wire.order(self._round, ArrayRecord(), ArrayRecord(), probe)
         kind = f"query.{wire.LEFT_OUT}"

@@ -122,7 +122,7 @@ def client_tap(
         sent = None
         if tape:
             tape.begin([message])
-            tape.note_parts("mods", lambda: list_mods(call_next))
+            tape.note_parts("mods", lambda: _list_mods(call_next))
             # Before the app runs, which may fill the message's record anew.
             sent = tape.note(message, context.node_id)
         reply = call_next(message, context)
@@ -150,13 +150,13 @@ def witness(
     Args:
         out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
         rounds: Rounds that are kept, counted from 1; default all. Given rounds leave out every
-            message that does not name its round, see `round_of`.
+            message that does not name its round.
         max_images: Maximum number of distinct images kept of one order to train.
         max_gib: Maximum size of a run on this disk, in GiB; what does not fit is not kept.
     """
     if max_images < 1:
         raise FedsimError(f"max_images: expected at least 1, got {max_images}")
-    folder, max_bytes = folder_with_room(out, max_gib)
+    folder, max_bytes = _folder_with_room(out, max_gib)
     wanted = None if rounds is None else frozenset(rounds)
 
     def mod(
@@ -164,7 +164,7 @@ def witness(
     ) -> Message:
         if not trains(message) or not message.has_content():
             return call_next(message, context)
-        round = round_of(message.content) or 0
+        round = _round_of(message.content) or 0
         if wanted is not None and round not in wanted:
             return call_next(message, context)
         with watch_training(max_images) as steps:
@@ -178,7 +178,7 @@ def witness(
                 message_id=message.metadata.message_id,
                 partition=partition if isinstance(partition, int) else None,
             )
-            keep_testimony(folder, steps, order, list_mods(call_next), max_bytes)
+            keep_testimony(folder, steps, order, _list_mods(call_next), max_bytes)
         except Exception as error:  # the app goes on without a witness
             logging.getLogger("fedsim.witness").warning(
                 "fedsim.witness: what was trained on is not kept: %s", error
@@ -204,18 +204,16 @@ _Recorders = Callable[[int, TapSide], Recorder]
 def _recorders(
     out: str | Path, rounds: Collection[int] | None, clients: int | None, max_gib: float
 ) -> _Recorders:
-    """Returns a function that makes the recorder of a run, from its number and side."""
     chosen = None if rounds is None else frozenset(rounds)
     if chosen is not None and not all(1 <= round <= MOST_ROUNDS for round in chosen):
         raise FedsimError(f"rounds: expected 1 to {MOST_ROUNDS}, got {sorted(chosen)}")
     if clients is not None and clients < 1:
         raise FedsimError(f"clients: expected at least 1, got {clients}")
-    folder, max_bytes = folder_with_room(out, max_gib)
+    folder, max_bytes = _folder_with_room(out, max_gib)
     return partial(Recorder, folder, rounds=chosen, clients=clients, max_bytes=max_bytes)
 
 
-def folder_with_room(out: str | Path, max_gib: float) -> tuple[Path, int]:
-    """Returns `out` as an absolute path, checked, and `max_gib` GiB as a number of bytes."""
+def _folder_with_room(out: str | Path, max_gib: float) -> tuple[Path, int]:
     if not 0 < max_gib < math.inf:
         raise FedsimError(f"max_gib: expected a finite number above 0, got {max_gib}")
     folder = Path(out).absolute()  # an app may change its folder
@@ -259,7 +257,7 @@ class _Tape:
         for message in messages:
             if trains(message) and message.has_content():
                 # Once for all messages of a batch, which are of one round.
-                self._counted += round_of(message.content) is None
+                self._counted += _round_of(message.content) is None
                 return
 
     def note(self, message: Message, node_id: int) -> _Sent | None:
@@ -278,7 +276,7 @@ class _Tape:
                 "SecAgg+ masks each answer, so that the server sees its clients' sum alone, and a "
                 "tap no update; tap a run without it, or use a scenario with secure_aggregation"
             )
-        round = round_of(content) or max(1, self._counted)
+        round = _round_of(content) or max(1, self._counted)
         if not self._recorder.wants(round, node_id):
             return None
         key, arrays = _model(content, None)
@@ -352,7 +350,6 @@ class _Tape:
         behind.later(lambda: self._tell(error))
 
     def _tell(self, error: Exception) -> None:
-        """Counts a failure, and logs it if it is the first of its kind."""
         reason = str(error) if isinstance(error, FedsimError) else type(error).__name__
         if self._recorder.leave_out(reason[:LONGEST]):
             _log.warning("fedsim.tap: an exchange is not recorded: %s", error)
@@ -417,7 +414,7 @@ class _TappedGrid(WrappedGrid):
             return [None] * len(messages)
         tape.begin(messages)
         # Flower's strategies call from their `start`; a loop of the app's own has none.
-        if (strategy := find_strategy()) and any(map(trains, messages)):
+        if (strategy := _find_strategy()) and any(map(trains, messages)):
             tape.note_parts("strategies", lambda: list_strategies(strategy))
         return [tape.note(message, message.metadata.dst_node_id) for message in messages]
 
@@ -455,7 +452,7 @@ def trains(message: Message) -> bool:
     return message.metadata.message_type.partition(".")[0] == TRAIN
 
 
-def round_of(content: RecordDict) -> int | None:
+def _round_of(content: RecordDict) -> int | None:
     """Returns the round that `content` names as Flower's strategies do; None if it names none."""
     for record in content.values():
         if isinstance(record, ConfigRecord):
@@ -466,7 +463,6 @@ def round_of(content: RecordDict) -> int | None:
 
 
 def _model(content: RecordDict, key: str | None) -> tuple[str, ArrayRecord]:
-    """Returns the record of arrays called `key`, or the only one, with its name."""
     records = {n: r for n, r in content.items() if isinstance(r, ArrayRecord)}
     if key in records:
         return str(key), records[str(key)]
@@ -518,7 +514,7 @@ _NEXT, _MOD = "_ffn", "_mod"
 """Variables of Flower's `make_ffn` that hold the next function, and the mod that is called."""
 
 
-def list_mods(call_next: Callable[..., Any]) -> list[DeployedPart]:
+def _list_mods(call_next: Callable[..., Any]) -> list[DeployedPart]:
     """Returns the mods of the ClientApp, but fedsim's, whose mod calls this, outermost first."""
     # Mods further out have called on and wait: they are among the frames of this thread.
     outer = [f.f_locals[_MOD] for f in _frames() if {_NEXT, _MOD} <= f.f_locals.keys()]
@@ -537,8 +533,7 @@ def _list_inner(function: Callable[..., Any]) -> Iterator[Any]:
         function = held[_NEXT]
 
 
-def find_strategy() -> Strategy | None:
-    """Returns the outermost strategy among the callers of this function; None if there is none."""
+def _find_strategy() -> Strategy | None:
     callers = (frame.f_locals.get("self") for frame in _frames())
     found = [each for each in callers if isinstance(each, Strategy)]
     # Frames come innermost first, so that the last is the outermost.

@@ -134,10 +134,7 @@ def order(
     probe: Probe | None,
     clipping_norm: float | None = None,
 ) -> RecordDict:
-    """Returns the content of a message that asks for training (`probe` None) or for a probe.
-
-    `parameters` and float `buffers` are those of the global model as `encode` returns them.
-    """
+    """Returns the content of a message that asks for training (`probe` None) or for a probe."""
     asked = ConfigRecord({ROUND: round})
     if clipping_norm is not None:
         asked[KEY_CLIPPING_NORM] = clipping_norm

@@ -24,31 +24,21 @@ from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, Observation
 
+_NOISE = {"strategy": "FedAvg", "noise_multiplier": 0.001, "num_sampled_clients": 4}
+_LOUD = {**_NOISE, "noise_multiplier": 0.1}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FedAvgM": {"server_momentum": 0.9, "server_learning_rate": 0.5},
     "QFedAvg": {"client_learning_rate": 0.1},
     "DifferentialPrivacyServerSideFixedClipping": {
+        **_LOUD,
         "strategy": {"name": "FedAvgM", "server_momentum": 0.9},
-        "noise_multiplier": 0.1,
         "clipping_norm": 1.0,
-        "num_sampled_clients": 4,
     },
-    "DifferentialPrivacyClientSideFixedClipping": {
-        "strategy": "FedAvg",
-        "noise_multiplier": 0.001,
-        "clipping_norm": 100.0,
-        "num_sampled_clients": 4,
-    },
-    "DifferentialPrivacyClientSideAdaptiveClipping": {
-        "strategy": "FedAvg",
-        "noise_multiplier": 0.001,
-        "initial_clipping_norm": 100.0,
-        "num_sampled_clients": 4,
-    },
+    "DifferentialPrivacyClientSideFixedClipping": {**_NOISE, "clipping_norm": 100.0},
+    "DifferentialPrivacyClientSideAdaptiveClipping": {**_NOISE, "initial_clipping_norm": 100.0},
     "DifferentialPrivacyServerSideAdaptiveClipping": {
+        **_LOUD,
         "strategy": {"name": "FedAdam", "eta": 0.01},
-        "noise_multiplier": 0.1,
-        "num_sampled_clients": 4,
     },
 }
 """Parameters of the strategies that have any to be given."""

@@ -127,14 +127,6 @@ def test_a_probe_leaves_the_defenses_memory_alone(tmp_path: Path) -> None:
     assert ClientState(tmp_path, "topk", 0).before(2)
 
 
-def test_memory_of_a_client_is_that_of_its_last_round(tmp_path: Path) -> None:
-    memory = ClientState(tmp_path, "s", 3)
-    assert memory.before(1) == {}
-    for round in (1, 2, 5):
-        memory.save(round, {"x": torch.tensor(float(round))}, checkpoint_every=100)
-    assert [float(memory.before(round)["x"]) for round in (2, 3, 5, 6)] == [1.0, 2.0, 2.0, 5.0]
-
-
 @pytest.mark.parametrize(("every", "kept"), [(1, [6, 7]), (3, [6, 7]), (5, [5, 6, 7]), (9, None)])
 def test_memory_is_kept_as_far_back_as_a_checkpoint_may_lie(
     every: int, kept: list[int] | None, tmp_path: Path

@@ -77,7 +77,8 @@ def test_a_lost_release_is_left_out_of_the_mean(tmp_path: Path) -> None:
 
     records = train_with_fault(probing(3), tmp_path, lose)
     assert observation(tmp_path, f"none/{ID}").releases == 2
-    assert records[-1].probe_failures == 1
+    assert [record.probe_failures for record in records] == [0, 0, 1]
+    assert all(record.aggregated == 4 for record in records)
 
 
 def test_the_ledger_counts_every_release() -> None:

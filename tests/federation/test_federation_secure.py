@@ -312,7 +312,7 @@ def test_a_stack_without_secure_sums_answers_none_of_their_orders(tmp_path: Path
     with identity():
         clients = _Clients(secure(), tmp_path, "plain")
         for action in STAGES:
-            reply = clients.ask(0, f".{action}", messages.order(messages.table(1, {})))
+            reply = clients.ask(0, f".{action}", messages.table(1, {}))
             assert reply.has_error() and "no secure sums" in reply.error.reason
 
 
@@ -324,17 +324,13 @@ def test_a_round_is_opened_for_one_set_of_clients(tmp_path: Path) -> None:
         parameters, buffers = own.initial()
 
         def open_for(survivors: set[int]) -> list[Message]:
-            empty = messages.order(messages.table(1, {}))
+            empty = messages.table(1, {})
             keys: dict[int, bytes] = {}
             for client in range(4):
-                keys |= messages.read_table(
-                    wire.config_of(clients.ask(client, ".keys", empty).content)
-                )
-            shared = messages.order(messages.table(1, keys))
+                keys |= messages.read_table(clients.ask(client, ".keys", empty).content)
+            shared = messages.table(1, keys)
             boxes = {
-                client: messages.read_table(
-                    wire.config_of(clients.ask(client, ".shares", shared).content)
-                )
+                client: messages.read_table(clients.ask(client, ".shares", shared).content)
                 for client in range(4)
             }
             signatures = {}
@@ -349,9 +345,7 @@ def test_a_round_is_opened_for_one_set_of_clients(tmp_path: Path) -> None:
                 answer = clients.ask(client, ".masked", order)
                 signatures[client] = bytes(wire.config_of(answer.content)["signature"])  # type: ignore[arg-type]
             lists = messages.table(1, signatures, lost=set(range(4)) - survivors)
-            return [
-                clients.ask(client, ".agree", messages.order(lists)) for client in sorted(survivors)
-            ]
+            return [clients.ask(client, ".agree", lists) for client in sorted(survivors)]
 
         assert not any(reply.has_error() for reply in open_for({0, 1, 2, 3}))
         for reply in open_for({0, 1, 2}):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from federation_support import contents, results, scenario, train
+from federation_support import STRATEGIES, contents, results, scenario, train
 
 from fedsim.federation import federate
 from fedsim.federation.client_state import ClientState
@@ -75,12 +75,7 @@ def test_a_client_that_fails_is_counted_and_the_others_go_on(engine: str, tmp_pa
 @pytest.mark.by_hand
 def test_an_error_of_the_child_is_the_parents_error(tmp_path: Path) -> None:
     wrapper = "DifferentialPrivacyServerSideFixedClipping"
-    parameters = {
-        "strategy": "FedAvg",
-        "noise_multiplier": 0.1,
-        "clipping_norm": 1.0,
-        "num_sampled_clients": 9,
-    }
+    parameters = {**STRATEGIES[wrapper], "num_sampled_clients": 9}
     wanted = demanding("simulation", strategy=wrapper, strategy_parameters=parameters)
     with pytest.raises(FedsimError, match="num_sampled_clients is 9, but 3 clients"):
         train(wanted, tmp_path, "topk")

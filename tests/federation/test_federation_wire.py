@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common.serde import message_from_proto, message_to_proto, recorddict_to_proto
+from flwr.common.serde import message_to_proto, recorddict_to_proto
 from torch import Tensor
 
 from fedsim.federation import wire
 from fedsim.federation.local import identity
-from fedsim.training.schedule import Probe
 from fedsim.types import Update
 
 UPDATE = {"w": torch.arange(6.0).reshape(2, 3) * 1e-9, "b": torch.tensor([0.0, -0.0])}
@@ -51,24 +50,6 @@ def test_decoded_tensors_own_their_memory() -> None:
     record = wire.encode({"x": torch.zeros(3)})
     wire.decode(record)["x"].add_(1)
     assert not wire.decode(record)["x"].any()
-
-
-def test_an_answer_is_read_as_it_was_written() -> None:
-    with identity():
-        sent = Message(answer(), 2, "train")
-    received = message_from_proto(message_to_proto(sent)).content
-    read = wire.read_answer(received, EXPECTED)
-    assert read.loss == 0.25 and read.update.num_examples == 7
-    assert list(read.update.tensors) == ["w", "b"]
-    assert torch.equal(read.update.tensors["w"], UPDATE["w"])
-    assert torch.equal(read.update.buffers["mean"], BUFFERS["mean"])
-
-
-@pytest.mark.parametrize("probe", [None, Probe(batch_size=4, trial=2)])
-def test_an_order_is_read_as_it_was_written(probe: Probe | None) -> None:
-    order = wire.read_order(wire.order(3, wire.encode(UPDATE), wire.encode(BUFFERS), probe))
-    assert (order.round, order.probe) == (3, probe)
-    assert torch.equal(order.parameters["w"], UPDATE["w"])
 
 
 @pytest.mark.parametrize("length", [0, 1, 16000])

@@ -75,10 +75,7 @@ class Signature:
 
 
 def vet(request: h11.Request, body_limit: int) -> dict[bytes, bytes]:
-    """Returns the headers of a request that passes, by name; content-length is among them.
-
-    `body_limit` is the largest body in bytes.
-    """
+    """Returns the headers of a request that passes, by name; content-length is among them."""
     headers = dict(request.headers)
     if not _FLEET.fullmatch(request.target):
         raise Refusal(404, "not the Fleet API")
@@ -185,13 +182,10 @@ class Signatures:
             self._held += Counter()  # drops keys of which nothing is held, so that none pile up
 
     def settle(self, signature: Signature, *, is_accepted: bool) -> None:
-        """Records whether the SuperLink accepted the request that `signature` is of.
-
-        Keys of which no request was ever accepted are not remembered, so that strangers fill no
-        memory. A signature of theirs could pass `claim` again.
-        """
+        """Records whether the SuperLink accepted the request that `signature` is of."""
         if is_accepted:
             self._accepted.add(signature.key)
+        # Keys that were never accepted are not remembered, so that strangers fill no memory.
         elif signature.key not in self._accepted:
             self._used.pop(signature.r, None)
 

@@ -366,30 +366,22 @@ def _entitle(secret: bytes) -> SuperExecAuthHttpInterceptor:
 def _start_run(
     control: ControlHttpClient, runtime: RuntimeHttpClient, config: Mapping[str, str]
 ) -> str:
+    bundle = _bundle()
+    fab = Fab(hash_str=hashlib.sha256(bundle).hexdigest(), content=bundle)
+    request = StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(config)))
     for _ in range(_STARTS):
-        if token := _claim(runtime, _request_run(control, config)):
+        try:
+            started = control.StartRun(request)
+        except httpx.HTTPStatusError as error:
+            raise FedsimError(f"the SuperLink starts no run: {_describe_error(error)}") from error
+        if not started.HasField("run_id"):
+            raise FedsimError("the SuperLink starts no run, and does not say why; see its log")
+        if token := _claim(runtime, int(started.run_id)):
             return token
     raise FedsimError(
         "the SuperLink gave the run to another executor; start the SuperLink with --isolation "
         "process, and no other executor of ServerApps"
     )
-
-
-def _request_run(control: ControlHttpClient, config: Mapping[str, str]) -> int:
-    """Starts a run, and returns its number."""
-    bundle = _bundle()
-    try:
-        started = control.StartRun(
-            StartRunRequest(
-                fab=Fab(hash_str=hashlib.sha256(bundle).hexdigest(), content=bundle),
-                override_config=user_config_to_proto(dict(config)),
-            )
-        )
-    except httpx.HTTPStatusError as error:
-        raise FedsimError(f"the SuperLink starts no run: {_describe_error(error)}") from error
-    if not started.HasField("run_id"):
-        raise FedsimError("the SuperLink starts no run, and does not say why; see its log")
-    return int(started.run_id)
 
 
 def _bundle() -> bytes:

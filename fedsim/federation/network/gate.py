@@ -78,10 +78,7 @@ class Gate:
         self._stack = ExitStack()
 
     def start(self) -> Gate:
-        """Listens, then starts the process, and returns the gate itself; clients may connect.
-
-        A `FedsimError` says if the address is taken, or a certificate, key or log cannot be used.
-        """
+        """Listens, then starts the process and returns the gate, with its `address`."""
         from fedsim.types import FedsimError  # which imports torch: not for the gate's process
 
         try:

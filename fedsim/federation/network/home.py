@@ -61,10 +61,7 @@ def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data:
 
 
 def make_private(home: Path) -> None:
-    """Makes the folder `home`, or takes away the access of other users to it.
-
-    A folder that others have access to, with what no node has written, is refused.
-    """
+    """Makes the folder `home`, or takes away other users' access to one of a node's."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not home.stat().st_mode & 0o077:
         return

@@ -137,11 +137,7 @@ KEY_NAME, PEERS_NAME = "signing.key", "peers.json"
 
 
 def make_signing_keys(count: int) -> tuple[list[bytes], bytes]:
-    """Makes an Ed25519 key for each of `count` clients.
-
-    It returns the private keys (32 bytes each, by client), and the content of the file of all
-    public keys: a JSON object of client -> key as hexadecimal text.
-    """
+    """Makes an Ed25519 key for each client; returns them, and the JSON of all public keys."""
     keys = [Ed25519PrivateKey.generate() for _ in range(count)]
     public = {client: key.public_key().public_bytes_raw().hex() for client, key in enumerate(keys)}
     return [key.private_bytes_raw() for key in keys], json.dumps(public, indent=1).encode()

@@ -47,10 +47,7 @@ class Link:
 
 
 def check(address: str, roots: Path | None) -> None:
-    """Refuses a SuperLink at `address` that cannot be reached, or is elsewhere without TLS.
-
-    `roots` is the file of certificates that the SuperLink's is checked by; None for no TLS.
-    """
+    """Refuses a SuperLink that cannot be reached, or is elsewhere without TLS (`roots` None)."""
     if reason := addresses.unfit(address, has_roots=roots is not None):
         raise FedsimError(f"--superlink: {reason}")
     host, port = addresses.split(address)
@@ -69,11 +66,7 @@ def check(address: str, roots: Path | None) -> None:
 
 
 def clock_error(address: str, roots: Path | None) -> str:
-    """Returns a text that says how far this machine's clock is off the server's at `address`.
-
-    The text is empty if the clock is close enough for nodes, or if the server does not tell its
-    time.
-    """
+    """Returns by how much this machine's clock is too far off the server's; empty if it is not."""
     host, port = addresses.split(address)
     try:
         with ExitStack() as stack:

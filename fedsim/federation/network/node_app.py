@@ -113,7 +113,6 @@ class NodeApp:
         return self._app(scenario, stack, run, held)(message, context)
 
     def _count_examples(self, written: str) -> RecordDict:
-        """Answers a census, once every stack of the scenario is allowed and can work."""
         scenario = _scenario(written)
         threads.fix(scenario.threads)
         for stack in scenario.defenses:
@@ -139,7 +138,8 @@ class NodeApp:
         client = self._make_client(scenario, seed)
         # All that noise is drawn for is what this node makes of it, and none of the server's words.
         counts = _counts(held, scenario)
-        pins = fingerprint(scenario, stack), str(counts), _digest(client.dataset)
+        data = {"inputs": client.dataset.inputs, "labels": client.dataset.train_labels}
+        pins = fingerprint(scenario, stack), str(counts), digest(data)
         if not self._shared_seed:
             use = json.dumps(["noise", stack, *pins])
             client = replace(client, noise_seed=secret_seed(self._home, run, use))
@@ -251,10 +251,6 @@ def _scenario(written: str) -> Scenario:
         return Scenario.model_validate_json(written)
     except ValidationError as error:
         raise FedsimError(f"the run's scenario is none: {error.errors()[0]['msg']}") from error
-
-
-def _digest(data: Dataset | Table) -> str:
-    return digest({"inputs": data.inputs, "labels": data.train_labels})
 
 
 def _counts(held: str, scenario: Scenario) -> list[int]:

@@ -49,11 +49,7 @@ T = TypeVar("T")
 
 
 class Side:
-    """One of the two connections of an exchange, with the state of its HTTP.
-
-    `role` is what this process is on it: `h11.SERVER` towards a client of the gate, and
-    `h11.CLIENT` towards the SuperLink.
-    """
+    """One of the two connections of an exchange; `role` is what this process is on it."""
 
     def __init__(
         self,
@@ -159,11 +155,7 @@ class Passage:
         self._idle_since = 0.0
 
     async def exchange(self) -> bool:
-        """Serves one request; returns whether there can be another on this connection.
-
-        An `OSError` says that the client's connection broke off, and an `h11.ProtocolError` that it
-        breaks the rules of HTTP.
-        """
+        """Serves one request; returns whether there can be another on this connection."""
         self.request, self.is_answered = "", False
         try:
             async with asyncio.timeout(_HEAD_SECONDS):
@@ -221,7 +213,6 @@ class Passage:
             raise Refusal(400, "body cut off")
 
     async def _answer(self, inner: Side, patience: _Patience) -> bool:
-        """Hands the SuperLink's answer to the client and returns whether it accepted."""
         response = await _of_superlink(inner.event())
         if not isinstance(response, h11.Response):
             raise Refusal(502, "the SuperLink did not answer")
@@ -252,7 +243,6 @@ class Passage:
 
 
 async def _check_whole(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Holds an announcement of replies until all of it was checked."""
     whole = b"".join([data async for data in body])
     check_replies(whole)
     yield whole

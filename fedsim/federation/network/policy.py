@@ -78,10 +78,7 @@ class Policy(BaseModel):
 
     @classmethod
     def read(cls, path: Path | None) -> Policy:
-        """Reads a policy from the YAML file at `path`.
-
-        If `path` is None, everything is allowed but naming the node's files.
-        """
+        """Reads a policy from the YAML file at `path`; None allows all but naming files."""
         if path is None:
             return cls()
         try:
@@ -161,7 +158,10 @@ class Policy(BaseModel):
 
     def check_path(self, path: str) -> None:
         """Refuses a file that a scenario names, unless the policy lists the file or its folder."""
-        if not any(_within(path, allowed) for allowed in self.paths):
+        # Resolved, so that neither links nor `..` lead out of an allowed folder.
+        own = paths.from_home(path).resolve()
+        allowed = [paths.from_home(folder).resolve() for folder in self.paths]
+        if not any(own == folder or folder in own.parents for folder in allowed):
             raise FedsimError(f"{path}: this node's policy lets no scenario name this file (paths)")
 
 
@@ -191,12 +191,6 @@ class Releases:
         # too few.
         self._count += 1
         write_bytes(self._path, json.dumps({"releases": self._count}).encode())
-
-
-def _within(path: str, allowed: str) -> bool:
-    # Resolved, so that neither links nor `..` lead out of an allowed folder.
-    own, folder = paths.from_home(path).resolve(), paths.from_home(allowed).resolve()
-    return own == folder or folder in own.parents
 
 
 def _stack(written: Sequence[Mapping[str, Any]]) -> Stack:

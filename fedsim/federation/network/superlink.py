@@ -141,7 +141,6 @@ def superlink(folder: Path, port: int, log: Path) -> Child:
 
 
 def _end_with(parent: int) -> None:
-    """Makes this process end with its parent, which may be gone already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A parent that died before `prctl` sends no signal any more.
     if os.getppid() != parent:

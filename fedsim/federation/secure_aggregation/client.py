@@ -52,11 +52,7 @@ class Memory:
 
 
 class SumClient:
-    """One client of one sum, apart from how messages travel.
-
-    Its five methods are called in order, once each. Each raises an `AbortedError` out of its turn,
-    and after a failure the client has forgotten its secrets.
-    """
+    """One client of one sum; its five methods are called in order, once each."""
 
     def __init__(
         self,

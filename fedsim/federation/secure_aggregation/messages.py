@@ -35,20 +35,20 @@ _VECTOR = "vector"
 _MOST = 1_000_000
 
 
-def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) -> ConfigRecord:
-    """Returns a record of `round`, of bytes by client (`entries`), and of `lists` of clients."""
+def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) -> RecordDict:
+    """Returns the content of a message of `round`: bytes by client, and `lists` of clients."""
     record = ConfigRecord({wire.ROUND: round})
     ordered = sorted(entries)
     record[_CLIENTS] = ordered
     record[_CONTENTS] = [entries[client] for client in ordered]
     for name, members in lists.items():
         record[name] = sorted(members)
-    return record
+    return RecordDict({wire.CONFIG: record})
 
 
-def read_table(record: ConfigRecord) -> dict[int, bytes]:
-    """Reads the bytes of each client, by client, from a record that `table` made."""
-    clients, contents = read_list(record, _CLIENTS), record.get(_CONTENTS)
+def read_table(content: RecordDict) -> dict[int, bytes]:
+    """Reads the bytes of each client, by client, from what `table` made."""
+    clients, contents = read_list(content, _CLIENTS), wire.config_of(content).get(_CONTENTS)
     if (
         not isinstance(contents, list)
         or len(contents) != len(clients)
@@ -62,9 +62,9 @@ def read_table(record: ConfigRecord) -> dict[int, bytes]:
     return dict(zip(clients, (bytes(one) for one in contents), strict=True))  # type: ignore[arg-type]
 
 
-def read_list(record: ConfigRecord, name: str) -> list[int]:
+def read_list(content: RecordDict, name: str) -> list[int]:
     """Reads the list of clients called `name`, in the order in which it was written."""
-    members = record.get(name)
+    members = wire.config_of(content).get(name)
     if (
         not isinstance(members, list)
         or len(members) > _MOST
@@ -74,20 +74,11 @@ def read_list(record: ConfigRecord, name: str) -> list[int]:
     return [int(one) for one in members]
 
 
-def order(record: ConfigRecord) -> RecordDict:
-    """Returns the content of an order or answer that consists of one table, `record`."""
-    return RecordDict({wire.CONFIG: record})
-
-
 def model_order(
-    record: ConfigRecord, parameters: ArrayRecord, buffers: ArrayRecord, planted: ArrayRecord | None
+    boxes: RecordDict, parameters: ArrayRecord, buffers: ArrayRecord, planted: ArrayRecord | None
 ) -> RecordDict:
-    """Returns the content of an order that asks for a masked vector.
-
-    `record` is the table of the boxes for the client, `parameters` and `buffers` are the global
-    model's, and `planted` the weights at which probes are computed, if others.
-    """
-    content = RecordDict({wire.ARRAYS: parameters, wire.BUFFERS: buffers, wire.CONFIG: record})
+    """Returns the content of an order for a masked vector; `planted` is None if the model's."""
+    content = RecordDict({wire.ARRAYS: parameters, wire.BUFFERS: buffers, **boxes})
     if planted is not None:
         content[PLANTED] = planted
     return content

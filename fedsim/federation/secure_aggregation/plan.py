@@ -178,10 +178,7 @@ class Layout:
         return sum(t.numel() for t in (*self.update.values(), *self.buffers.values())) + 1
 
     def vector(self, updates: Iterable[Update], streams: Callable[[int], rng.Stream]) -> Ring:
-        """Returns a client's vector of all parts, without masks: `length` numbers for each part.
-
-        There is one update for each part, and `streams` returns the client's randomness for a part.
-        """
+        """Returns a client's vector of all parts, without masks: `length` numbers for each part."""
         found = to_ring(np.zeros(len(self.sums) * self.length, np.int64), self.ring_bits)
         # Updates come one at a time from a generator, so that no two are in memory together.
         count = 0
@@ -290,10 +287,7 @@ def parts(server: Server, round: int) -> list[Probe | None]:
 
 
 def terms(server: Server, round: int, run: str = "") -> Terms:
-    """Returns the terms of the sum of `round`.
-
-    `run` is the run's name if nodes draw secrets of their own; else empty.
-    """
+    """Returns the terms of the sum of `round`; `run` is empty unless nodes draw secrets."""
     participants = server.plan(round).participants
     agreed = server.sum_terms(None)
     # All that decides what clients add: shown another scenario, a client is in another session.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedsim.federation import wire
@@ -23,15 +23,8 @@ from fedsim.federation.secure_aggregation.terms import AbortedError, Ring
 from fedsim.federation.wire import size_of
 from fedsim.training.server import Server
 
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """Weights and buffers from which clients compute in one round, as they are sent."""
-
-    parameters: ArrayRecord
-    buffers: ArrayRecord
-    planted: ArrayRecord | None
-    """Weights at which probes are computed; None if they are `parameters`."""
+AskMasked = Callable[[RecordDict], RecordDict]
+"""Makes of the table of a client's boxes the order for its masked vector."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +68,7 @@ class SecureSum:
         """
 
     def run(
-        self, clients: Collection[int], model: Model, on_masked: Callable[[int, Ring], None]
+        self, clients: Collection[int], ask: AskMasked, on_masked: Callable[[int, Ring], None]
     ) -> Opened | None:
         """Carries out the sum among `clients`, once; returns None if nothing is opened.
 
@@ -85,7 +78,7 @@ class SecureSum:
         try:
             self._keys(clients)
             self._shares()
-            self._collect_masked(model, on_masked)
+            self._collect_masked(ask, on_masked)
             self._agree()
             return self._unmask()
         except AbortedError as error:
@@ -93,7 +86,7 @@ class SecureSum:
             return None
 
     def _keys(self, clients: Collection[int]) -> None:
-        order = messages.order(messages.table(self._round, {}))
+        order = messages.table(self._round, {})
         for client, reply in self._exchange(wire.KEYS, dict.fromkeys(clients, order)):
             with self._losing(client):
                 self._published[client] = Published.from_bytes(_own_entry(reply.content, client))
@@ -101,20 +94,15 @@ class SecureSum:
 
     def _shares(self) -> None:
         table = {client: one.to_bytes() for client, one in self._published.items()}
-        order = messages.order(messages.table(self._round, table))
+        order = messages.table(self._round, table)
         for client, reply in self._exchange(wire.SHARES, dict.fromkeys(table, order)):
             with self._losing(client):
-                boxes = messages.read_table(wire.config_of(reply.content))
+                boxes = messages.read_table(reply.content)
                 self._server.share(client, boxes)
 
-    def _collect_masked(self, model: Model, on_masked: Callable[[int, Ring], None]) -> None:
+    def _collect_masked(self, ask: AskMasked, on_masked: Callable[[int, Ring], None]) -> None:
         orders = {
-            client: messages.model_order(
-                messages.table(self._round, self._server.boxes_for(client)),
-                model.parameters,
-                model.buffers,
-                model.planted,
-            )
+            client: ask(messages.table(self._round, self._server.boxes_for(client)))
             for client in self._server.sharers
         }
         parts, size = len(self.layout.sums), self.layout.length
@@ -134,7 +122,7 @@ class SecureSum:
     def _agree(self) -> None:
         survivors = self._server.survivors
         lists = {messages.LOST: self._server.lost}
-        order = messages.order(messages.table(self._round, self._server.signatures, **lists))
+        order = messages.table(self._round, self._server.signatures, **lists)
         # From here on a silent client only fails to help: its vector is in the sum already.
         for client, reply in self._exchange(
             wire.AGREE, dict.fromkeys(survivors, order), is_lost=False
@@ -144,14 +132,14 @@ class SecureSum:
 
     def _unmask(self) -> Opened:
         agreed = self._server.agreed
-        order = messages.order(messages.table(self._round, agreed))
+        order = messages.table(self._round, agreed)
         answers: dict[int, Mapping[int, bytes]] = {}
         last: Message | None = None
         for client, reply in self._exchange(
             wire.UNMASK, dict.fromkeys(agreed, order), is_lost=False
         ):
             with self._losing(client, is_lost=False):
-                answers[client] = messages.read_table(wire.config_of(reply.content))
+                answers[client] = messages.read_table(reply.content)
                 last = reply
         total = self._server.reveal(answers)
         assert last is not None
@@ -196,8 +184,7 @@ class SecureSum:
 
 
 def _own_entry(content: RecordDict, client: int) -> bytes:
-    """Returns the one entry of an answer's table, which has to be the client's own."""
-    table = messages.read_table(wire.config_of(content))
+    table = messages.read_table(content)
     if set(table) != {client}:
         raise AbortedError("the answer is of another client")
     return table[client]

@@ -52,16 +52,12 @@ class Identity:
 
     def vouches(self, client: int, statement: bytes, signature: bytes) -> bool:
         """Returns whether `client` signed `statement` with `signature`; False if it is no peer."""
-        return client in self.peers and is_signed(self.peers[client], statement, signature)
-
-
-def is_signed(public: bytes, statement: bytes, signature: bytes) -> bool:
-    """Returns whether `signature` is that of `statement` by the owner of key `public`."""
-    try:
-        Ed25519PublicKey.from_public_bytes(public).verify(signature, statement)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
+        try:
+            public = Ed25519PublicKey.from_public_bytes(self.peers[client])
+            public.verify(signature, statement)
+        except (KeyError, InvalidSignature, ValueError):  # bytes that are no key, too
+            return False
+        return True
 
 
 SECRET = 32
@@ -143,10 +139,7 @@ def commit(seed: bytes, session: bytes) -> bytes:
 
 
 def add_mask(vector: Ring, key: bytes, sign: int) -> None:
-    """Adds the key stream of `key` to `vector` in place, or subtracts it if `sign` is -1.
-
-    A key must mask one vector only.
-    """
+    """Adds the stream of `key`, which masks nothing else, in place; takes it off if `sign` < 0."""
     # A counter that begins at 0 is safe, as no key masks a second vector.
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     # `update_into` demands room for one block of AES, less a byte, beyond the data.
@@ -163,10 +156,7 @@ def add_mask(vector: Ring, key: bytes, sign: int) -> None:
 
 
 def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
-    """Splits a secret of 32 bytes into `holders` shares, of which any `needed` reveal it.
-
-    Shares are numbered from 1 in order, and a share of 34 bytes (`SHARE`) begins with its number.
-    """
+    """Splits a secret into `holders` shares, numbered from 1, of which any `needed` reveal it."""
     # Shamir's field has 128 bits: each half of the secret is shared by itself.
     halves = [
         Shamir.split(needed, holders, secret[at : at + _HALF], ssss=False) for at in (0, _HALF)
@@ -191,10 +181,7 @@ def join_shares(shares: Sequence[bytes]) -> bytes:
 
 
 def seal(key: bytes, shares: bytes, way: bytes) -> bytes:
-    """Encrypts `shares` under `key`, which must encrypt no other message; `open_box` decrypts them.
-
-    `way` names sender and receiver, and is authenticated.
-    """
+    """Encrypts `shares` under `key`, which must encrypt nothing else; authenticates `way`, too."""
     # One nonce for all is safe for the same reason: the key is of this message alone.
     return ChaCha20Poly1305(key).encrypt(bytes(12), shares, way)
 

@@ -24,11 +24,7 @@ from fedsim.words import number_of
 
 
 class SumServer:
-    """The server of one sum, apart from how messages travel.
-
-    The calls follow the stages: `publish`, `share`, `add`, `agree`, `reveal`. Whatever needs a
-    quorum of clients raises an `AbortedError` while there are fewer.
-    """
+    """The server of one sum: `publish`, `share`, `add`, `agree` and `reveal`, in this order."""
 
     def __init__(self, terms: Terms) -> None:
         """Begins a sum for which no client has published anything."""
@@ -71,10 +67,7 @@ class SumServer:
         return sorted(self._boxes)
 
     def add(self, client: int, vector: Ring, signature: bytes) -> None:
-        """Adds a masked vector to the sum without keeping it, and keeps the client's signature.
-
-        The first vector sets type and length for all. The signature is not verified.
-        """
+        """Adds a masked vector to the sum without keeping it, and keeps its signature."""
         if client not in self._boxes or client in self._signatures:
             raise AbortedError(f"client {client} has no vector to add, or has added it")
         if self._total is None:

@@ -78,12 +78,19 @@ def process(command: list[str], folder: Path, name: str) -> Iterator[subprocess.
             stderr=log,
             env={**os.environ, **ENVIRONMENT, "FLWR_HOME": str(home)},
         )
-    try:
+    with ending(running):
         yield running
+
+
+@contextmanager
+def ending(running: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Ends a process with the block."""
+    try:
+        yield
     finally:
         running.terminate()
         try:
-            running.wait(10)
+            running.wait(20)
         except subprocess.TimeoutExpired:
             running.kill()
             running.wait()

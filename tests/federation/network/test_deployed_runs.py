@@ -174,11 +174,8 @@ def test_an_unscored_run_is_no_invalid_one_and_says_what_it_waits_for(
     (line,) = unfinished(load_runs([out]))
     assert "UNSCORED" in line and f"fedsim collect {out} --from HOME" in line
     page = (out / "report.html").read_text()
-    assert "INVALID" not in page and "<strong>UNSCORED</strong>" in page
-    assert f"fedsim collect {out}" in page and "What each defense costs" in page
-    assert "&amp;&amp; fedsim collect again" in page and "figures will differ" in page
-    shown = outcome(load_runs([out]))
-    assert "INVALID" not in shown and "accuracy" in shown
+    assert "INVALID" not in page and f"fedsim collect {out}" in page
+    assert "INVALID" not in outcome(load_runs([out]))
     assert leaderboard(load_runs([out]), "table") == "UNSCORED: no attack is scored yet\n"
     written = json.loads(leaderboard(load_runs([out]), "json"))
     assert not written["valid"] and "is still with their nodes" in written["invalid_reasons"][0]

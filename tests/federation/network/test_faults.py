@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import soak
 import yaml
-from network_support import write_node_key
+from network_support import ending, until, write_node_key
 
 from fedsim import deploying, pipeline
 from fedsim.federation.network import flower
@@ -39,13 +39,6 @@ PATIENCE = 240.0
 
 def rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def is_accounted(row: dict[str, Any]) -> bool:
@@ -70,25 +63,6 @@ def test_a_killed_superlink_costs_no_answer(tmp_path: Path) -> None:
     report = soak.soak(written, tmp_path / "out", {1: soak.kill_superlink})
     assert [row["aggregated"] for row in report.rounds] == [2] * 3
     assert checkpoint(tmp_path / "out") == without_network(written, tmp_path / "local")
-    assert not report.processes and not report.temporary
-
-
-@by_hand
-def test_kills_and_stops_of_nodes_and_gate(tmp_path: Path) -> None:
-    faults = {
-        2: soak.kill_node(0),
-        6: soak.kill_node(1, 2),
-        10: soak.stop_node(0, 25),
-        14: soak.kill_gate,
-    }
-    report = soak.soak(soak.scenario(rounds=18, nodes=3, timeout=20), tmp_path / "out", faults)
-    assert len(report.rounds) == 18 and not report.unaccounted
-    assert report.rounds[-1]["aggregated"] == 3
-    assert any(row["failures"]["late"] for row in report.rounds[10:12])
-    logs = [tmp_path / f"out/nodes/node-{client}/node.log" for client in range(3)]
-    assert all(log.read_text().count("joined") > 1 for log in logs)
-    assert sorted(report.back) == ["kill node", "kill two nodes"]
-    assert all(seconds < 90 for times in report.back.values() for seconds in times)
     assert not report.processes and not report.temporary
 
 
@@ -131,15 +105,8 @@ def program(command: list[str], log: Path, **more: str) -> Iterator[subprocess.P
         running = subprocess.Popen(
             command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env={**os.environ, **more}
         )
-    try:
+    with ending(running):
         yield running
-    finally:
-        running.terminate()
-        try:
-            running.wait(20)
-        except subprocess.TimeoutExpired:
-            running.kill()
-            running.wait()
 
 
 @contextmanager
@@ -237,7 +204,7 @@ def test_whatever_ends_it_nothing_is_left(
     mark = uuid.uuid4().hex
     running = begin(tmp_path, mark)
     path = tmp_path / "out" / ("network" if when == "starting" else "rounds.jsonl")
-    wait_for(path.exists)
+    until(path.exists, "a file of the run")
     running.send_signal(number)
     began = time.monotonic()
     assert running.wait(30) == status, (tmp_path / "up.log").read_text()

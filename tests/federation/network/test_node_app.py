@@ -56,16 +56,6 @@ def counted(app: NodeApp, scenario: Scenario) -> int:
     return int(reply.content[wire.CONFIG]["held"])  # type: ignore[index, call-overload, arg-type]
 
 
-def test_a_node_counts_its_share_and_greets_with_its_number(tmp_path: Path) -> None:
-    scenario = resolved()
-    apps = nodes(tmp_path)
-    counts = [counted(app, scenario) for app in apps]
-    assert sum(counts) == 1438 and min(counts) > 400
-    config = settings(scenario, held=str(counts))
-    reply = ask(apps[1], "query.identify", config, wire.greeting(0))
-    assert wire.read_client(reply.content) == 1
-
-
 def test_a_node_has_its_own_folder_in_place_of_the_source(tmp_path: Path) -> None:
     import torch
     from torchvision.utils import save_image

@@ -14,7 +14,7 @@ import torch
 from federation_support import identities
 from flwr.app import Array, ArrayRecord, RecordDict
 from nodes_support import nodes
-from test_lying_server import BINS, HELD, NOISE, Lying, of_table
+from test_lying_server import BINS, NOISE, Lying, of_table
 from test_node_app import RUN, ask, counted, resolved, settings
 
 from fedsim.federation import wire
@@ -303,17 +303,12 @@ SECURE = [
 
 def test_a_secure_sum_is_of_one_census_and_one_delta(tmp_path: Path) -> None:
     apps = nodes(tmp_path, identities=identities(3))
-    order = messages.order(messages.table(1, {}))
+    order = messages.table(1, {})
     Lying(private(SECURE), apps).ask("train.keys", order)
     with pytest.raises(FedsimError, match="examples"):
         Lying(private(SECURE), apps, held="[480, 479, 478]").ask("train.keys", order)
     with pytest.raises(FedsimError, match="another scenario"):
         Lying(private(SECURE, privacy={"delta": 1e-6}), apps).ask("train.keys", order)
-
-
-def test_the_census_of_a_run_is_the_nodes_own_copy(tmp_path: Path) -> None:
-    Lying(private(), nodes(tmp_path)).train()
-    assert (run_folder(tmp_path / "node-0", RUN) / "census").read_text() == HELD
 
 
 def _order(lying: Lying, round: int = 1) -> RecordDict:

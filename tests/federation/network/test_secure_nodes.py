@@ -15,7 +15,6 @@ from nodes_support import LINK, TINY, connect, nodes
 from test_node_app import ask, resolved, settings
 
 from fedsim import pipeline
-from fedsim.federation import wire
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy
 from fedsim.federation.secure_aggregation import messages
@@ -36,15 +35,14 @@ def secure(**changes: Any) -> Scenario:
 def answer(
     app: NodeApp, scenario: Scenario, stage: str, table: Mapping[int, bytes], stack: str = "secure"
 ) -> Message:
-    content = messages.order(messages.table(1, table))
+    content = messages.table(1, table)
     return ask(app, f"train.{stage}", settings(scenario, stack, held=HELD), content)
 
 
 def test_no_two_keys_of_a_node_are_one(tmp_path: Path) -> None:
     app, *_ = nodes(tmp_path, identities=identities(3))
     first, second = (
-        messages.read_table(wire.config_of(answer(app, secure(), "keys", {}).content))
-        for _ in range(2)
+        messages.read_table(answer(app, secure(), "keys", {}).content) for _ in range(2)
     )
     assert first != second
 
@@ -58,7 +56,7 @@ def test_nodes_that_were_shown_different_scenarios_are_in_no_sum(tmp_path: Path)
     ]
     keys: dict[int, bytes] = {}
     for app, scenario in zip(apps, told, strict=True):
-        keys |= messages.read_table(wire.config_of(answer(app, scenario, "keys", {}).content))
+        keys |= messages.read_table(answer(app, scenario, "keys", {}).content)
     for app, scenario in zip(apps, told, strict=True):
         with pytest.raises(FedsimError, match="are not signed by it"):
             answer(app, scenario, "shares", keys)

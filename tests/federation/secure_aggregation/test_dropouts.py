@@ -49,14 +49,6 @@ def test_drops_from_a_ring(gone: int, is_open: bool, monkeypatch: pytest.MonkeyP
     assert _outcome(of(20), [set(), set(), set(range(gone)), set(), {19}]) == is_open
 
 
-@pytest.mark.by_hand
-def test_drops_from_the_ring_of_a_hundred() -> None:
-    away = np.random.default_rng(100).permutation(100)[:5]
-    gone = [set(part.tolist()) for part in np.array_split(away, _STAGES)]
-    assert _outcome(of(100), gone)
-    assert not _outcome(of(100), [set(), set(), set(range(40)), set()])
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 9), st.data())
 def test_drops_at_several_stages(count: int, data: st.DataObject) -> None:
