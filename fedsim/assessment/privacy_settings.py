@@ -107,10 +107,11 @@ class PrivacySettings:
         if found.unproven:
             claimed = stacks[-1].claimed_epsilon
             return replace(_claim_nothing(found.unproven), claimed_epsilon=claimed), ""
+        deltas = (part.number("delta") for part in found.parts)
         entry = Entry(
             rounds=self.rounds,
             num_examples=max(1, training.batch_size * training.steps),
-            delta=_delta_of(found.parts),
+            delta=next((d for d in deltas if d is not None and 0 < d < 1), _DELTA),
             unprotected=[name for name, value in sent.items() if not value.is_floating_point()],
         )
         # Each round is at least as private as those of the weakest settings.
@@ -226,12 +227,6 @@ def _word(stated: PrivacyClaim) -> str:
 
 def _claim_nothing(reason: str) -> PrivacyClaim:
     return PrivacyClaim(epsilon=math.inf, delta=None, accountant=None, unit=None, reason=reason)
-
-
-def _delta_of(parts: Sequence[DeployedPart]) -> float:
-    """Returns the δ that the first part with one states, or a usual one."""
-    stated = (part.number("delta") for part in parts)
-    return next((delta for delta in stated if delta is not None and 0 < delta < 1), _DELTA)
 
 
 _HOME = "flwr.serverapp.strategy."

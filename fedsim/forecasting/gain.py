@@ -117,7 +117,10 @@ def disturbance(
     scale = 1.0
     if effect.scaled_examples or (scaled and effect.bound is None):
         # Clipped examples have no common factor, and an unknown bound tells none: it is measured.
-        scale = _project_scale(seen, computed, std)
+        # It is that of what was computed, less two deviations of what noise adds to it.
+        norm = max(float(computed.norm()), 1e-30)
+        factor = float(seen @ computed) / norm**2 - 2 * std / norm
+        scale = min(1.0, max(factor, 1e-6))
     elif scaled:
         assert effect.bound is not None
         # A clipped update has a known factor, which the mean averages over clients.
@@ -128,13 +131,6 @@ def disturbance(
         error=seen / scale - computed if altered else None,
         std=0.0 if altered else std / scale,
     )
-
-
-def _project_scale(seen: Tensor, computed: Tensor, std: float) -> float:
-    """Returns the factor of `computed` in `seen`, less two deviations of what noise adds to it."""
-    norm = max(float(computed.norm()), 1e-30)
-    factor = float(seen @ computed) / norm**2 - 2 * std / norm
-    return min(1.0, max(factor, 1e-6))
 
 
 def noise_std(noise: tuple[Noise, ...], training: LocalTraining, clients: int) -> float:

@@ -194,7 +194,11 @@ def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
     first = observations[0][1][0]
     # By batch size; the scenario's order of stacks is kept below.
     observations.sort(key=lambda each: each[1][0].training.batch_size)
-    declared, images = declared_training(scenario.training), _stand_ins_of_run(scenario, first)
+    declared = declared_training(scenario.training)
+    try:
+        images = _stand_ins(load_dataset(scenario))
+    except FedsimError:  # the run's data source is not here
+        images = synthetic(first.model, first.seed)
     return [
         UpdatePlan(
             stack_name=stack,
@@ -259,11 +263,3 @@ def _stand_ins(dataset: Dataset | Table) -> StandIns:
         source=f"{number_of(len(images), 'image')} of the test split of {dataset.name}, which no "
         "client holds",
     )
-
-
-def _stand_ins_of_run(scenario: Scenario, observation: Observation) -> StandIns:
-    """Takes the test split of the run's data source, or synthetic images where it is not here."""
-    try:
-        return _stand_ins(load_dataset(scenario))
-    except FedsimError:
-        return synthetic(observation.model, observation.seed)

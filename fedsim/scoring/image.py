@@ -222,7 +222,8 @@ def load_lpips(
             else f"LPIPS: torchvision's cache has no {_PUBLISHED[backbone]}; "
             "name a weights file in scoring.lpips_weights"
         )
-    digest = _sha256(path)
+    with paths.open_regular(path, memory.limit()) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if not weights_path and not digest.startswith(_digest_in_name(backbone)):
         return Unavailable(
             f"LPIPS: {path} does not match the checksum in its name; remove it and fetch it again"
@@ -236,8 +237,11 @@ def load_lpips(
         warnings.simplefilter("ignore")  # lpips calls torchvision in a deprecated way
         model = lpips.LPIPS(net=backbone, pnet_rand=True, verbose=False)
     try:
-        # `pnet_rand` only stops the download: every tensor of the backbone is replaced here.
-        model.net.load_state_dict(_backbone_state(model.net, _read(path)))
+        weights = _read(path)
+        # `pnet_rand` only stops the download: every tensor of the backbone is replaced here. lpips
+        # cuts torchvision's `features` into slices: slice2.3.weight is features.3.weight.
+        names = {name: f"features.{name.partition('.')[2]}" for name in model.net.state_dict()}
+        model.net.load_state_dict({name: weights[own] for name, own in names.items()})
     except (KeyError, RuntimeError, ValueError, OSError) as error:
         return Unavailable(f"LPIPS: {path} does not hold the {backbone} backbone: {error}")
     return LpipsMetric(backbone, digest, model.eval().requires_grad_(False))
@@ -270,12 +274,6 @@ def _enlarge(height: int, width: int) -> tuple[int, int]:
     return round(height * factor), round(width * factor)
 
 
-def _backbone_state(net: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    # lpips cuts torchvision's `features` into slices and keeps each layer's number:
-    # slice2.3.weight is features.3.weight.
-    return {name: weights[f"features.{name.partition('.')[2]}"] for name in net.state_dict()}
-
-
 def _read(path: Path) -> dict[str, Tensor]:
     paths.regular(path, memory.limit())
     if path.suffix == ".safetensors":
@@ -300,8 +298,3 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _digest_in_name(backbone: Backbone) -> str:
     return _PUBLISHED[backbone].removesuffix(".pth").rpartition("-")[2]
-
-
-def _sha256(path: Path) -> str:
-    with paths.open_regular(path, memory.limit()) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
