@@ -40,6 +40,22 @@ def arrays(state: State) -> dict[str, Any]:
     return {name: value.numpy() for name, value in state.items()}
 
 
+def witnessed(node: int, order: str, count: int) -> Witnessed:
+    return Witnessed(
+        run_id=RUN,
+        round=1,
+        node_id=node,
+        message_id=order,
+        partition=None,
+        images=count,
+        left_out=0,
+        sizes=[count],
+        optimizer="SGD",
+        settings={"lr": 0.1},
+        training_mode=True,
+    )
+
+
 def recorded(
     folder: Path,
     reply: Callable[[State], State] = dict,
@@ -66,19 +82,7 @@ def recorded(
         config={},
         metrics={"m": told or {"num-examples": 4}},
     )
-    said = Witnessed(
-        run_id=RUN,
-        round=1,
-        node_id=NODE,
-        message_id=ORDER,
-        partition=0,
-        images=4,
-        left_out=0,
-        sizes=[4],
-        optimizer="SGD",
-        settings={"lr": 0.1},
-        training_mode=True,
-    )
+    said = witnessed(NODE, ORDER, count=4)
     seen = {"images": images, "labels": labels, "order": torch.arange(4)}
     save_witnessed(folder / "witnessed", said, seen)
     return folder
@@ -213,19 +217,7 @@ def test_the_guess_is_learned_from_others_than_the_victims(
 ) -> None:
     """Else the guess knows the truth, and every gain over it is too small."""
     for node in (NODE, 7):
-        said = Witnessed(
-            run_id=RUN,
-            round=1,
-            node_id=node,
-            message_id=str(node),
-            partition=None,
-            images=1,
-            left_out=0,
-            sizes=[1],
-            optimizer="SGD",
-            settings={"lr": 0.1},
-            training_mode=True,
-        )
+        said = witnessed(node, str(node), count=1)
         images = torch.full((1, 1, 2, 2), node / 10)
         seen = {"images": images, "labels": torch.tensor([0]), "order": torch.arange(1)}
         save_witnessed(tmp_path, said, seen)

@@ -237,12 +237,14 @@ def test_the_servers_noise_is_not_accounted_of_tensors_it_does_not_clip(
     assert reason in noise.text
 
 
-def test_a_metric_is_no_setting_of_a_clipping_mod(tmp_path: Path) -> None:
+def test_the_norm_of_a_clipping_mod_is_what_the_server_sends_and_no_metric(tmp_path: Path) -> None:
     (found,) = exchanges(tmp_path, [[1]], None, {"clipping_norm": 0.5})
     stating = found.model_copy(update={"metrics": {"m": {"clipping_norm": 0.01}}})
     parts = [describe_part(LOCAL_DP), describe_part(fixedclipping_mod)]
     settings = read_privacy([stating], {stating.message_id: parts}, None)
     assert settings.defenses is not None
+    # The mod that is named last changes the answer first.
+    assert [ref.name for ref in settings.defenses.refs] == ["clip", "local_dp_mod"]
     assert settings.defenses.refs[0].parameters == {"norm": 0.5}
 
 
@@ -290,14 +292,6 @@ def test_nothing_is_claimed_of_what_is_not_proven(
     privacy, _ = settings.describe_privacy(picked, example_training())
     assert privacy["epsilon"] == "inf"
     assert reason in privacy["reason"]
-
-
-def test_the_norm_of_a_clipping_mod_is_what_the_server_sends(tmp_path: Path) -> None:
-    settings, _ = settings_of([LOCAL_DP, fixedclipping_mod], tmp_path)
-    assert settings.defenses is not None
-    # The mod that is named last changes the answer first.
-    assert [ref.name for ref in settings.defenses.refs] == ["clip", "local_dp_mod"]
-    assert settings.defenses.refs[0].parameters == {"norm": 0.5}
 
 
 def test_of_norms_that_change_the_largest_is_claimed(tmp_path: Path) -> None:
