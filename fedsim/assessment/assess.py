@@ -19,14 +19,17 @@ import torch
 from torch import nn
 
 from fedsim import progress, stages
-from fedsim.assessment.local_training import (
+from fedsim.assessment.clients import (
     AppTraining,
+    Examples,
+    Picked,
     TappedAnswer,
     freeze_unsent,
+    guesser_of,
     observe_exchange,
+    pick,
 )
 from fedsim.assessment.privacy_settings import PrivacySettings, read_privacy
-from fedsim.assessment.truth import Examples, Picked, guesser_of, pick
 from fedsim.attacking.jobs import Job, Result, Setting
 from fedsim.attacking.observe import RANDOM, VictimModel
 from fedsim.attacking.replay import simulation_error

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from pydantic import ValidationError
 
-from fedsim.assessment.truth import Picked
+from fedsim.assessment.clients import Picked
 from fedsim.contracts import plugins
 from fedsim.contracts.defense import UpdateDefense
 from fedsim.contracts.guarantee import Mechanism

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.assessment import assess
-from fedsim.assessment.truth import Examples, guesser_of
+from fedsim.assessment.clients import Examples, guesser_of
 from fedsim.recording.exchanges import Recorder
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.recording.witnessed import Witnessed, read_witnessed, save_witnessed
@@ -227,7 +227,7 @@ def test_the_guess_is_learned_from_others_than_the_victims(
     )
     learned: list[Tensor] = []
     monkeypatch.setattr(
-        "fedsim.assessment.truth.scoring.Guesser", lambda levels, _: learned.append(levels)
+        "fedsim.assessment.clients.scoring.Guesser", lambda levels, _: learned.append(levels)
     )
     notes: list[str] = []
     guesser_of(testimonies, [victim], Examples(None, None, classes=3), notes)

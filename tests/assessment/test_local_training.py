@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedsim.assessment.local_training import AppTraining
+from fedsim.assessment.clients import AppTraining
 from fedsim.models.local import mean_gradient_factor
 from fedsim.recording.witnessed import Witnessed
 from fedsim.types import FedsimError, LocalTraining

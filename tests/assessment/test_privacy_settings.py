@@ -24,8 +24,8 @@ from flwr.supercore.privacy_accounting import NeighboringRelation, PrivacyConfig
 from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
 
 import fedsim
+from fedsim.assessment.clients import Picked
 from fedsim.assessment.privacy_settings import PrivacySettings, read_privacy, read_server_noise
-from fedsim.assessment.truth import Picked
 from fedsim.federation.local import LocalGrid, identity
 from fedsim.federation.tapping import list_strategies
 from fedsim.privacy.numerics import gaussian
