@@ -83,6 +83,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_no_truth_and_no_way_to_it_is_where_an_attack_runs(finished: Run) -> None:
     (row,) = [row for row in finished.rows() if row["attack"]["name"] == "spy"]
+    assert row["status"] == "failed" and not any(row["metrics"].values())
     process, _, found = row["reason"].partition(": ")
     assert process.startswith("in process ") and process != f"in process {os.getpid()}"
     assert found == "[]"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedsim.scoring import share, student_interval, summarize
+from fedsim.scoring import accuracy, learning_problem, share, student_interval, summarize
 
 
 def test_figures_of_a_known_sample() -> None:
@@ -79,3 +79,12 @@ def test_the_best_of_many_has_bonferronis_interval() -> None:
     assert (best.low, best.high) == pytest.approx(student_interval(values, confidence=1 - 0.05 / 8))
     assert (best.confidence, best.compared) == (0.95, 8)
     assert summary.best_of(1) == summary
+
+
+def test_a_release_in_closed_form_has_no_learning_rate_to_lower() -> None:
+    """The loss of least squares is no cross-entropy, however large."""
+    share = accuracy(0.5, 100, 0.5)
+    trained, released = (learning_problem(share, 9.0, trains=each) for each in (True, False))
+    assert trained and "diverged" in trained and "learning rate" in trained
+    assert released and "diverged" not in released and "learning rate" not in released
+    assert learning_problem(accuracy(0.9, 100, 0.5), 9.0, trains=False) is None
