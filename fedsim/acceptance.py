@@ -211,5 +211,4 @@ def accept(
 
 
 def _report_work(title: str, quiet: bool, of: str = "a curve") -> Any:
-    """Returns a context in which progress is reported on standard error, unless `quiet`."""
     return nullcontext() if quiet else progress.report_work(title, of)

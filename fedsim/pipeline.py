@@ -184,7 +184,6 @@ class _Execution:
     def __init__(
         self, accepted: Accepted, out: Path, resume: bool, workers: int | None, link: Link | None
     ) -> None:
-        """Stores what to run, and resolves the device and the number of workers."""
         self.accepted = accepted
         self.scenario, self.servers = accepted.scenario, accepted.servers
         self.deployed, self.place = accepted.deployed, accepted.place
@@ -196,7 +195,6 @@ class _Execution:
         self.workers = workers or fitting
 
     def announce(self) -> None:
-        """Writes the plan before any work, so that anybody can see how far the run is."""
         rounds = self.scenario.training.rounds * len(self.servers)
         name, variant = self.scenario.name, self.accepted.variant
         Plan.of(name, variant, rounds, self._planned, origin=self._origin()).save(self.out)
@@ -209,7 +207,6 @@ class _Execution:
         return f"run:{run_name(self.out)}"
 
     def execute(self, display: progress.Display) -> None:
-        """Federates every stack, attacks every recording, and writes the record."""
         started = time.perf_counter()
         # Asked again, now under the folder's own lock: earlier variants may have taken hours.
         self.refuse_other_run()
@@ -351,7 +348,6 @@ class _Execution:
         ]
 
     def _audit(self, display: progress.Display) -> dict[str, float]:
-        """Audits each stack with a claim by canaries, if the scenario asks for it."""
         if self.scenario.audit is None:
             return {}
         path = self.out / "audit.jsonl"
@@ -373,7 +369,6 @@ class _Execution:
         return {name: row["audited_epsilon"] for name, row in done.items()}
 
     def _facts(self, seconds: float) -> record.Row:
-        """Returns what `record.json` says of this run."""
         rounds = record.read_lines(self.out / "rounds.jsonl")
         is_secret = bool(self.deployed and self.deployed.secret)
         return {
@@ -415,12 +410,10 @@ class _Execution:
 
     @property
     def described(self) -> Dataset | Table:
-        """Description of the data, with the test split."""
         return next(iter(self.servers.values())).described
 
     @property
     def undeclared(self) -> list[str]:
-        """Names of the stacks with a defense that does not declare its effect."""
         return [name for name, server in self.servers.items() if not server.effect().known]
 
     def refuse_other_run(self) -> None:

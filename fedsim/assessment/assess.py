@@ -141,7 +141,6 @@ class _TappedRun:
 
     @classmethod
     def read(cls, tapped: Path, homes: Sequence[str | Path], asked: AssessSettings) -> _TappedRun:
-        """Reads the run that `asked` names below `tapped`, and what witnesses wrote to `homes`."""
         source = run_folder(tapped, asked.run)
         exchanges = read_exchanges(source)
         said: dict[str, Testimony] = {}

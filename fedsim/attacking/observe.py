@@ -281,7 +281,6 @@ def _name_tensors(update: Iterable[Tensor | None], model: nn.Module) -> Tensors:
 
 
 def _check(given: Mapping[str, Tensor], wanted: Tensors, what: str) -> None:
-    """Refuses tensors whose names, shapes or kinds are not those of `wanted`."""
     if lost := [name for name in wanted if name not in given]:
         raise FedsimError(
             f"{what}: {number_of(len(lost), 'parameter')} of the model missing: "
@@ -303,7 +302,6 @@ def _check(given: Mapping[str, Tensor], wanted: Tensors, what: str) -> None:
 
 
 def _rename_copies(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Copies tensors under their new names (`names`), floating-point ones as float32."""
     return {names[name]: _single(value).detach().clone() for name, value in tensors.items()}
 
 

@@ -112,7 +112,6 @@ def _find(
     truth: str | Path | tuple[Tensor, Tensor] | None,
     device: str,
 ) -> tuple[Observation, Path | None, Truth | None]:
-    """Returns the recording, the folder of its run, and its truth, as far as they are known."""
     root = Path(truth) if isinstance(truth, str | Path) else None
     if not isinstance(observation, Observation):
         path = Path(observation)

@@ -233,7 +233,6 @@ class ImageFolder(DataSource):
         return Counter(reason for _, reason in rest)
 
     def _find_images(self, tree: Tree) -> dict[str, list[_Labelled]]:
-        """Returns the images of each split, found by the layout of the folder or by `labels`."""
         if self.labels is not None:
             return self._split(tree, list(read_labels(tree, _parts(self.labels))))
         laid_out: dict[str, list[_Labelled]] = {"train": [], "test": []}
@@ -292,7 +291,6 @@ class ImageFolder(DataSource):
         return parted
 
     def _apply_limit(self, items: list[_Labelled]) -> list[_Labelled]:
-        """Returns the first `limit` of each class (of each client)."""
         taken: Counter[tuple[str, str]] = Counter()
         kept = []
         for item in items:
@@ -371,6 +369,5 @@ def _draw_split(name: str) -> float:
 
 
 def _indices(names: list[str], order: list[str] | None = None) -> Tensor:
-    """Returns each name's place in `order`, or else among the sorted names: (N,) int64."""
     place = {name: index for index, name in enumerate(order or sorted(set(names)))}
     return torch.tensor([place[name] for name in names], dtype=torch.int64)

@@ -124,7 +124,6 @@ def _whole_shards(count: int, clients: int, per_client: int) -> int:
 
 
 def _by_owner(owners: Tensor) -> list[Tensor]:
-    """Returns the indices of each owner, in the order of their numbers."""
     # A stable sort keeps the indices of each owner ascending.
     counts = torch.unique(owners, return_counts=True)[1]
     return list(torch.split(owners.argsort(stable=True), counts.tolist()))
@@ -147,7 +146,6 @@ def _natural_owners(dataset: Dataset | Table, clients: int) -> Tensor:
 
 
 def _read_owners(path: Path, count: int, clients: int) -> Tensor:
-    """Reads the client of each training image, (count,), from a CSV or JSON file."""
     try:
         # Spreadsheets begin a CSV with a byte-order mark, which would become part of its first
         # column's name.
@@ -179,7 +177,6 @@ def _read_owners(path: Path, count: int, clients: int) -> Tensor:
 
 
 def _parse(text: str, is_json: bool) -> list[tuple[int, int]]:
-    """Returns (index, client) pairs, in the file's order."""
     if not is_json:
         rows = csv.DictReader(io.StringIO(text), strict=True)
         return [(int(row["index"]), int(row["client"])) for row in rows]

@@ -269,7 +269,6 @@ class TableFile(TableSource):
         return replace(table, left_out=tuple(unused))
 
     def _lines(self) -> Iterator[tuple[int, dict[str, str]]]:
-        """Yields (line number, column -> text) of each row."""
         try:
             with paths.open_regular(paths.from_home(self.path), paths.LINES) as file:
                 # The csv module splits the lines itself, since a quoted value may hold a line

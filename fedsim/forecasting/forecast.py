@@ -298,7 +298,6 @@ def _judge(
 
 
 def _labels(plan: UpdatePlan) -> Indicator:
-    """Judges whether labels are known, and how likely they all differ."""
     count, classes = plan.first.num_images, plan.first.model.num_classes
     # The birthday problem for uniform labels; with more images than classes one factor is 0.
     distinct = math.prod(max(0, classes - k) / classes for k in range(min(count, classes + 1)))
@@ -309,7 +308,6 @@ def _labels(plan: UpdatePlan) -> Indicator:
 
 
 def _active_share(model: Classifier, images: Tensor) -> Indicator:
-    """Measures the share of rectified units that an image activates."""
     shares: list[float] = []
 
     def count(_: nn.Module, __: object, output: Tensor) -> None:
@@ -352,7 +350,6 @@ def _norms(model: Classifier, plan: UpdatePlan) -> Indicator:
 
 
 def _sizes(plan: UpdatePlan) -> list[Indicator]:
-    """Judges equations for each unknown, local steps, and clients in the sum."""
     images, clients, training = plan.first.num_images, plan.first.num_clients, plan.training
     entries = sum(value.numel() for value in plan.first.parameters.values())
     # Entries of the update are equations; pixels of all its images are unknowns.

@@ -246,7 +246,6 @@ class UpdateMap:
 def _batches_of(
     training: LocalTraining, images: Tensor, labels: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Splits a client's images into a batch for each of its steps."""
     steps = training.steps
     if training.batches == "same" or steps == 1:
         return [(images, labels)] * steps

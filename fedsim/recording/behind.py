@@ -73,7 +73,6 @@ class WorkQueue:
                     self._thread = 0
 
     def _work_on(self) -> None:
-        """Does job after job until none waits."""
         while True:
             with self._changed:
                 if not self._waiting:

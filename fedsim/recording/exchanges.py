@@ -325,7 +325,6 @@ def _parts_in(path: Path, kind: PartKind) -> list[DeployedPart] | None:
 
 
 def _noted_parts(path: Path) -> dict[PartKind, list[DeployedPart]]:
-    """Returns the parts noted so far; none where they cannot be read."""
     try:
         found = {kind: _parts_in(path, kind) for kind in PARTS}
     except FedsimError:

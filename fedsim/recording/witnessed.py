@@ -157,7 +157,6 @@ def read_witnessed(out: Path, run_id: int) -> Mapping[str, Testimony]:
 
 
 def _unseen(folder: Path) -> str:
-    """Returns the reason for which a witness kept nothing; empty if none is stated."""
     for path in sorted(folder.glob("round-*/unseen-*.json")):
         try:
             reason = json.loads(paths.text(path, paths.TEXT))["reason"]

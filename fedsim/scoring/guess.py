@@ -336,7 +336,6 @@ class Pool:
         return indices if len(indices) else torch.arange(len(self._labels))
 
     def _learn(self, levels: Tensor) -> Tensor:
-        """Improves the guess `levels` by `_STEPS` steps."""
         stream = rng.generator(0, "guess", self._name, "learned")
         min_error = math.ceil(_MIN_MSE * 255**2 * levels.shape[1])
         sums, totals = torch.zeros_like(levels), levels.new_zeros(len(levels), 1)

@@ -94,7 +94,6 @@ def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
 
 
 def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
-    """Collects means of the metrics that have a value, and the reasons of those that have none."""
     # A loss of NaN, as a guess has, compares as false and is left out.
     means: dict[str, float] = {OWN_LOSS: loss} if abs(loss) <= LARGEST else {}
     per_image: dict[str, list[float]] = {}

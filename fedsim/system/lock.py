@@ -60,7 +60,6 @@ def is_locked(folder: Path) -> bool:
 
 
 def _lock(path: Path, option: str) -> int:
-    """Locks the file at `path`, and returns its handle."""
     while True:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)

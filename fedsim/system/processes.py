@@ -118,7 +118,6 @@ def get_shared() -> Any:
 
 
 def _start(end: Connection, news: Queue[Any], shared: bytes) -> None:
-    """Prepares a worker, before anything else runs in it."""
     global _context
     _context = _Context(news, shared)
     _bind(end)
@@ -130,7 +129,6 @@ def _run(end: Connection, target: Callable[..., object], arguments: tuple[object
 
 
 def _bind(end: Connection) -> None:
-    """Makes this process end with its parent."""
     if sys.platform == "linux":  # even while a library computes and lets no thread of Python run
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_follow, args=(end,), daemon=True).start()

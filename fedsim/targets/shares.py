@@ -102,7 +102,6 @@ class _ClientMeans(Target):
     works: ClassVar[float | None] = 0.1
 
     def prepare(self, resources: Resources) -> Any:
-        """Returns the means (E,) over public examples; None where there are none."""
         guesser = resources.guesser
         if guesser is None:
             return None
@@ -113,7 +112,6 @@ class _ClientMeans(Target):
         raise NotImplementedError
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the score of the public examples' means for every client."""
         answer = None if request.found is None else self.answer_of(request.found)
         public, true = aids.get(self.part), self.truth_of(request.truth)
         if answer is None or public is None or true is None or answer.shape != true.shape:

@@ -295,7 +295,6 @@ class RowAttackContract(AnyAttackContract):
 
 
 def _tensors(value: Observation | Knowledge | Reconstruction) -> Tensors:
-    """Returns every tensor in `value`, by the path to it."""
     tensors: dict[str, torch.Tensor] = {}
     for field in fields(value):
         member = getattr(value, field.name)

@@ -274,8 +274,6 @@ def _spec_of(
 
 @dataclass(frozen=True)
 class _Start:
-    """Holds what clients start from."""
-
     parameters: Tensors
     buffers: Tensors
     spec: ModelSpec | ReleaseSpec
@@ -291,7 +289,6 @@ def _observe(
     start: _Start,
     seed: int,
 ) -> Observation:
-    """Returns what the server sees of all clients' `updates`."""
     update = _combine(stack, updates, declared, release, seed)
     client = -1 if stack.aggregation else 0
     return Observation(

@@ -580,7 +580,6 @@ def _updates() -> list[Update]:
 
 
 def _assert_alike(tensors: Tensors, like: Tensors) -> None:
-    """Asserts the same names, shapes and types."""
     kinds = [{n: (t.shape, t.dtype) for n, t in each.items()} for each in (tensors, like)]
     assert kinds[0] == kinds[1]
 
