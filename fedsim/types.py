@@ -46,7 +46,6 @@ Status = Literal["ok", "failed", "unscored", "unseen"]
 truth is elsewhere. `unseen`: not possible, as the vantage shows no update."""
 
 MOST_STEPS = 100_000
-"""Maximum number of local steps of an update."""
 
 ReleaseKind = Literal[
     "sketch",
@@ -527,7 +526,6 @@ class Truth:
     """Holds what clients really used. It goes to the score, never to an attack."""
 
     asked_singly: ClassVar[bool] = False
-    """Whether attacks are asked about one example at a time."""
     more: Tensors = field(default_factory=dict)
     """Part of a target -> further truth that it had clients leave."""
     local_losses: Tensor | None = None
@@ -653,7 +651,6 @@ class Reconstruction:
 
 
 _PARTS = ("images", "labels", "features", "rows", "membership")
-"""Fields of `Reconstruction` that are answers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -140,8 +140,9 @@ def room(module: str) -> str:
     return rest.partition(".")[0] if top == "fedsim" else top
 
 
-def offenders(folder: Path, is_wrong: object, allowed: tuple[Path, ...] = ()) -> list[str]:
-    assert callable(is_wrong)
+def offenders(
+    folder: Path, is_wrong: Callable[[str], bool], allowed: tuple[Path, ...] = ()
+) -> list[str]:
     return [
         f"{path.relative_to(ROOT)}: {name}"
         for path in sorted(folder.rglob("*.py"))
@@ -163,7 +164,7 @@ def importers(folder: Path, *packages: str) -> list[str]:
     ]
 
 
-def starts(*prefixes: str) -> object:
+def starts(*prefixes: str) -> Callable[[str], bool]:
     return lambda name: any(name == p or name.startswith(p + ".") for p in prefixes)
 
 
@@ -189,14 +190,7 @@ def test_tests_import_attacks_and_defenses_as_packages() -> None:
 
 
 def test_a_circle_is_found() -> None:
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) in (
-        ["a", "b", "c", "a"],
-        ["b", "c", "a", "b"],
-        ["c", "a", "b", "c"],
-        ["a", "c", "b", "a"],
-        ["b", "a", "c", "b"],
-        ["c", "b", "a", "c"],
-    )
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -293,8 +287,8 @@ def test_the_server_side_cannot_name_a_data_set() -> None:
     wrong = starts("fedsim.data", "fedsim.training.workload", "fedsim.training.source")
     for file in ("server_app.py", "tap.py", "delivery.py", "spool.py"):
         assert not offenders(CORE / "federation" / file, wrong)
-        assert not [name for name in imports(CORE / "federation" / file) if wrong(name)]  # type: ignore[operator]
-    assert not [name for name in imports(CORE / "training" / "server.py") if wrong(name)]  # type: ignore[operator]
+        assert not [name for name in imports(CORE / "federation" / file) if wrong(name)]
+    assert not [name for name in imports(CORE / "training" / "server.py") if wrong(name)]
 
 
 def reached(*modules: str) -> set[str]:
@@ -332,7 +326,7 @@ def test_what_checks_a_scenario_reaches_nothing_that_shows_results() -> None:
     heavy = starts("fedsim.report", "fedsim.results", "fedsim.pipeline", "fedsim.attacking")
     found = reached("fedsim.acceptance")
     assert "fedsim.federation.refusals" in found
-    assert not [name for name in found if heavy(name)]  # type: ignore[operator]
+    assert not [name for name in found if heavy(name)]
 
 
 def test_no_file_of_the_server_side_names_the_folder_of_truth() -> None:
@@ -363,9 +357,7 @@ sys.meta_path.insert(0, Absent())
 
 def run_stripped(code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", STRIPPED + code, *arguments],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", STRIPPED + code, *arguments], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

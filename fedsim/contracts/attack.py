@@ -55,7 +55,6 @@ class Attack(Plugin, Generic[S]):
     takes_rows: ClassVar[bool] = False
     """Whether it also attacks a model of a table's rows, and not only one of images."""
     reads: ClassVar[tuple[Payload, ...]] = ("update",)
-    """Kinds of client message that it can read."""
     ignores_update: ClassVar[bool] = False
     """Whether it never looks at the update: a control, which draws what its prior knows. It is
     ranked behind all that look, and never said to work."""
@@ -216,7 +215,7 @@ def solve(
     _refuse_unusable(observation)
     # Otherwise each iteration pays for fresh pages of the same tensors.
     memory.keep_freed()
-    device = _device(observation)
+    device = next(iter(observation.parameters.values())).device
     # TF32 would add a thousand times the rounding that attacks explain an update to.
     compute_exactly(device)
     elsewhere = attack.on_processor and device.type != "cpu"
@@ -292,10 +291,6 @@ def _is_finite(answer: Reconstruction) -> bool:
         not bool((part.isnan() if name == "membership" else ~part.isfinite()).any())
         for name, part in answer.parts().items()
     )
-
-
-def _device(observation: Observation) -> torch.device:
-    return next(iter(observation.parameters.values())).device
 
 
 def images_alone(attack: str) -> str:

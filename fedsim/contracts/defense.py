@@ -314,11 +314,9 @@ class ServerRound:
     """Holds what the server's noise in a round depends on, which is independent of who answers."""
 
     clients: int
-    """Number of clients asked in a round."""
     sensitivity: float
     """L2 bound on one client's update."""
     stream: torch.Generator
-    """Stream of this round's randomness."""
     before: torch.Generator | None
     """Stream of the round before, again from its start; None in the first round."""
 

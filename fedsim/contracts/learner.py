@@ -89,7 +89,6 @@ class Computed:
     """Update on any device, named and shaped like the parameters: a gradient or a change of
     weights, as `LocalTraining` says, or the release."""
     buffers: Tensors
-    """New floating-point buffers (batch-norm statistics)."""
     num_examples: int
     """Weight in the mean over the clients, which the server gets to see."""
     truth: GroundTruth | None
@@ -200,7 +199,6 @@ class Learner(Plugin):
     """Defines what a client computes from its data, and what the server makes of the mean."""
 
     data: ClassVar[type[Dataset] | type[Table]]
-    """Kind of data source that it computes from."""
     trains: ClassVar[bool] = False
     """Whether it trains a model over rounds, see `TrainingLearner`. One that does not releases once
     (`training.rounds: 1`), from all of a client's data, and its server takes the plain mean."""

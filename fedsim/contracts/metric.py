@@ -78,7 +78,6 @@ class Metric:
     unit: Literal["dB", "degrees", "range", "share", "relative", "none"]
     """`range`: pixels or entries scaled to [0, 1]. `relative`: in units of the truth's length."""
     larger_leaks: bool
-    """Whether a larger value is a larger leak."""
     uninformed: float | None = None
     """Value of an answer without any knowledge, for all data: features of zero, a coin. None if it
     depends on the data; then the guess is scored."""
@@ -108,15 +107,12 @@ class Metric:
         return value - over if self.larger_leaks else over - value
 
 
-def ordered(
-    function: TensorMetric,
-) -> Callable[[ScoredPair], MetricValue]:
+def ordered(function: TensorMetric) -> Callable[[ScoredPair], MetricValue]:
     """Adapts a function of (claimed, truth) to the signature of `Metric.compute`."""
     return lambda pair: function(pair.claimed, pair.truth)
 
 
 MOST_CANDIDATES = 1024
-"""Maximum number of public images that a prior is of."""
 
 
 @dataclass(frozen=True, kw_only=True)

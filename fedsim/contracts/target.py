@@ -52,7 +52,6 @@ class HeldExamples:
     """
 
     read: Callable[[], tuple[Tensor, Tensor]]
-    """Function that a call is passed on to."""
     labels: Tensor
     """(n,) int64: their labels alone."""
     classes: int
@@ -298,11 +297,7 @@ class Target(Plugin):
         return torch.zeros_like(true[0])
 
     def tensors_to_save(
-        self,
-        found: Reconstruction,
-        truth: Truth,
-        assignments: Mapping[str, list[int]],
-        aids: Aids,
+        self, found: Reconstruction, truth: Truth, assignments: Mapping[str, list[int]], aids: Aids
     ) -> dict[str, Tensor]:
         """Returns name -> tensor to save of an answer and its truth, in the order of the truth.
 

@@ -163,7 +163,7 @@ class _StackTraining:
             # A round that is repeated with other answers would show their difference without noise.
             path = notes(self._out, self._server.stack_name, "strategy")
             use_once(path, release_key(round, None), [tensors], "the strategy")
-        return self._server.finalize(tensors, clients)
+        return self._server.computation.finalize(tensors, clients)
 
     def _words(self, round: int) -> int | list[int]:
         """Returns the seed of all that the strategy draws in `round`, also in a resumed run."""

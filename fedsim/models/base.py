@@ -13,12 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from fedsim import rng
@@ -250,7 +245,6 @@ def _count_size(
 
 
 _sizes: dict[tuple[type[ModelPlugin], str], size.Size | None] = {}
-"""Sizes that this process has counted."""
 
 
 def normalize(pixels: Tensor, spec: InputSpec) -> Tensor:

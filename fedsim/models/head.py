@@ -81,10 +81,7 @@ def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> 
 
 
 def assemble(
-    body: nn.Module,
-    head: HeadConfig | None,
-    input_shape: tuple[int, ...],
-    num_classes: int,
+    body: nn.Module, head: HeadConfig | None, input_shape: tuple[int, ...], num_classes: int
 ) -> Classifier:
     """Joins a new `body` with the head of `head` for one input's shape, (C, H, W) or (D,)."""
     features = feature_size(body, input_shape)

@@ -185,7 +185,6 @@ class _Hardsigmoid(nn.Module):
     """Computes `nn.Hardsigmoid` by operations that can be differentiated twice."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Computes the hard sigmoid of each entry, in any shape."""
         return F.relu6(inputs + 3) / 6
 
 
@@ -193,7 +192,6 @@ class _Hardswish(nn.Module):
     """Computes `nn.Hardswish` by operations that can be differentiated twice."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Computes the hard swish of each entry, in any shape."""
         return inputs * F.relu6(inputs + 3) / 6
 
 
@@ -284,7 +282,6 @@ class _HeadReached(nn.Module):
     """Takes the head's place and raises what it is called with, the features."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """Raises `_FeaturesReached` with the features, of any shape."""
         raise _FeaturesReached(features)
 
 
@@ -304,7 +301,6 @@ class _Logits(nn.Module):
         """Whether the model's own code cuts gradients to the images."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """Computes logits: (B, C, H, W) -> (B, K), or the features that the head is called with."""
         if self.cut and images.requires_grad and torch.is_grad_enabled():
             raise FedsimError(
                 "the model's own code cuts gradients to its input (torch.no_grad, inference_mode "

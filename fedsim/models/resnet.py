@@ -13,7 +13,6 @@ from fedsim.models.base import Classifier, ModelPlugin, norm, require_size
 from fedsim.models.head import assemble
 
 _MIN_SIDE = {"small": 5, "imagenet": 17}
-"""Smallest side of an image, by stem."""
 
 
 @final

@@ -24,7 +24,6 @@ class Size:
     """States the bytes of a model, counted without storage."""
 
     state: int
-    """Bytes of parameters and buffers."""
     image: int
     """Bytes of all layers' outputs for one image, which a gradient has to keep."""
 

@@ -8,7 +8,7 @@ from fedsim.contracts import plugins
 from fedsim.contracts.defense import ModelDefense
 from fedsim.models import live
 from fedsim.models.base import Classifier, build
-from fedsim.types import FedsimError, Named, Observation
+from fedsim.types import FedsimError, Observation
 
 
 def rebuild(observation: Observation) -> Classifier:
@@ -23,7 +23,12 @@ def rebuild(observation: Observation) -> Classifier:
     """
     try:
         name = observation.model.name
-        defenses = [_alteration(each) for each in observation.effect.model]
+        defenses = [
+            plugins.load_as("fedsim.defenses", each.name, (ModelDefense,)).model_validate(
+                dict(each.parameters)
+            )
+            for each in observation.effect.model
+        ]
         # Seed 0 is arbitrary: all weights are overwritten by the observed ones.
         model = live.again(name) if live.is_live(name) else build(observation.model, 0, defenses)
         state = {**observation.parameters, **observation.buffers}
@@ -33,8 +38,3 @@ def rebuild(observation: Observation) -> Classifier:
     for name in (*lost, *extra):
         raise FedsimError(f"{observation.id}: its weights are not its model's: {name} is in one")
     return model.to(next(iter(observation.parameters.values())).device)
-
-
-def _alteration(named: Named) -> ModelDefense:
-    cls = plugins.load_as("fedsim.defenses", named.name, (ModelDefense,))
-    return cls.model_validate(dict(named.parameters))

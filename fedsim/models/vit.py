@@ -87,7 +87,6 @@ class _Body(nn.Module):
         self._initialize()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Computes features: (B, C, H, W) -> (B, width)."""
         tokens: Tensor = self.patch_embed(images)
         if self._pool == "class_token":
             tokens = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], 1)
@@ -114,7 +113,6 @@ class _PatchEmbedding(nn.Module):
         self.proj = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embeds patches in reading order: (B, C, H, W) -> (B, patches, width)."""
         embedded: Tensor = self.proj(images)
         return embedded.flatten(2).transpose(1, 2)
 
@@ -131,7 +129,6 @@ class _TransformerBlock(nn.Module):
         self.mlp = _Layers(config.width, config.mlp_ratio * config.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Maps tokens to tokens: (B, n, width) -> (B, n, width)."""
         if self._before:
             tokens = tokens + self.attn(self.norm1(tokens))
             added: Tensor = tokens + self.mlp(self.norm2(tokens))
@@ -151,7 +148,6 @@ class _Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Lets tokens attend to each other: (B, n, width) -> (B, n, width)."""
         batch, count, width = tokens.shape
         parts = self.qkv(tokens).reshape(batch, count, 3, self._heads, width // self._heads)
         # Each becomes (B, heads, n, width / heads).
@@ -173,6 +169,5 @@ class _Layers(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Maps each token on its own: (B, n, width) -> (B, n, width)."""
         answer: Tensor = self.fc2(self.act(self.fc1(tokens)))
         return answer

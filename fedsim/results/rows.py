@@ -21,9 +21,9 @@ from fedsim.results.reading import fits
 from fedsim.results.record import Row, read_lines
 from fedsim.scenario import Scenario
 from fedsim.targets.membership import FALSE_POSITIVES, LOW_RATES, accused_others
+from fedsim.training.accounting import account_of as account_of
 from fedsim.training.accounting import claim_for_drawn
 from fedsim.training.accounting import claim_of as claim_of
-from fedsim.training.accounting import participations as participations
 from fedsim.training.accounting import spent as spent
 from fedsim.training.accounting import spent_by as spent_by
 from fedsim.training.server import Server
@@ -42,13 +42,12 @@ def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
     is called with the steps done and all steps.
     """
     audit, last = workload.scenario.audit, workload.scenario.training.rounds
+    taken = account_of(workload).participations(last)
     # Canaries take part in the training, and probes are not asked of them.
     claim = spent(workload, last, probes=False)
     if audit is None or claim.unit is None:
         return None
-    found = audited_epsilon(
-        workload, claim, audit, taken=participations(workload, last), on_progress=on_progress
-    )
+    found = audited_epsilon(workload, claim, audit, taken=taken, on_progress=on_progress)
     return {
         "defense": workload.stack_name,
         **audit.model_dump(),

@@ -55,7 +55,10 @@ def check(
         learner = build_learner(sections["learner"])
         trains = learner.trains
         yield from _readable(usable, learner.payload())
-        yield from (_model(sections, sound) if trains else _closed_form(sections, learner))
+        if not trains:
+            yield from _closed_form(sections, learner)
+        elif "model" not in sections and sound(("model",)):
+            yield ("model",), "missing; add `model: ...`"
     trainable: Training | None = None
     if training:
         faults = list(_algorithm(training))
@@ -129,16 +132,21 @@ def _candidates(
             )
 
 
+def _attack_class(entry: AttackEntry) -> type[Attack[Any]]:
+    cls = plugin_class("fedsim.attacks", entry.name)
+    assert issubclass(cls, Attack)
+    return cls
+
+
 def _asks_candidates(entry: AttackEntry) -> bool:
     """Returns whether an attack on updates is asked about candidates."""
-    cls = plugin_class("fedsim.attacks", entry.name)
-    return issubclass(cls, Attack) and cls.asked_of_candidates and "update" in cls.reads
+    cls = _attack_class(entry)
+    return cls.asked_of_candidates and "update" in cls.reads
 
 
 def _asks_members(entry: AttackEntry) -> bool:
     """Returns whether an attack on updates says which candidates take part."""
-    cls = plugin_class("fedsim.attacks", entry.name)
-    return issubclass(cls, Attack) and _asks_candidates(entry) and not cls.asked_of_sources
+    return _asks_candidates(entry) and not _attack_class(entry).asked_of_sources
 
 
 def _engine(name: str, *, audited: bool) -> Iterator[SectionProblem]:
@@ -185,13 +193,6 @@ def cautions(scenario: Scenario) -> list[str]:
         "defenses: no stack is undefended, so that no table is valid and nothing shows what a "
         "defense gains; add `none: []`",
     ]
-
-
-def _model(
-    sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]
-) -> Iterator[SectionProblem]:
-    if "model" not in sections and sound(("model",)):
-        yield ("model",), "missing; add `model: ...`"
 
 
 def _closed_form(sections: Mapping[str, Any], plugin: Learner) -> Iterator[SectionProblem]:
@@ -241,20 +242,14 @@ def _readable(
 ) -> Iterator[SectionProblem]:
     """Refuses attacks that read something else than what the learner's clients send."""
     for index, entry in entries:
-        cls = plugin_class("fedsim.attacks", entry.name)
-        assert issubclass(cls, Attack)
-        if reason := unreadable(entry.name, cls.reads, released):
-            fitting = ", ".join(_attacks_that_read(released)) or "none is installed"
-            yield (
-                ("attacks", index),
-                f"{reason}; drop it, or use one that does ({fitting})",
-            )
-
-
-def _attacks_that_read(released: Payload | None) -> Iterator[str]:
-    for plugin in list_installed("fedsim.attacks"):
-        if plugin.cls and issubclass(plugin.cls, Attack) and released in plugin.cls.reads:
-            yield plugin.name
+        if reason := unreadable(entry.name, _attack_class(entry).reads, released):
+            fitting = [
+                plugin.name
+                for plugin in list_installed("fedsim.attacks")
+                if plugin.cls and issubclass(plugin.cls, Attack) and released in plugin.cls.reads
+            ]
+            said = ", ".join(fitting) or "none is installed"
+            yield ("attacks", index), f"{reason}; drop it, or use one that does ({said})"
 
 
 def _sampling(
@@ -505,11 +500,8 @@ def _needs(
     entries: Sequence[tuple[int, AttackEntry]], knowledge: Grant
 ) -> Iterator[SectionProblem]:
     for index, entry in entries:
-        cls = plugin_class("fedsim.attacks", entry.name)
-        if not issubclass(cls, Attack):
-            continue
         # What an attack needs may depend on its parameters.
-        required = cls.model_validate(dict(entry.parameters)).required()
+        required = _attack_class(entry).model_validate(dict(entry.parameters)).required()
         if missing := knowledge.lacks(required):
             yield ("attacks", index), f"{entry.name} {missing}; grant it, or drop the attack"
 

@@ -32,7 +32,6 @@ class ScenarioProblem:
     """States one thing that is wrong with a scenario; `str` of it gives place, path and message."""
 
     message: str
-    """What was expected, what was found, and what to do."""
     path: KeyPath = ()
     """Keys and list positions that lead to the value; empty if none is to blame."""
     origin: str = ""

@@ -37,7 +37,6 @@ from fedsim.types import FedsimError
 from fedsim.words import nearest, number_of
 
 _EXAMPLES = {"--set": "training.rounds=10", "--grant": "labels=known"}
-"""Options that take `key=value`, each with an example."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +336,6 @@ def _axes(document: Document) -> tuple[list[_Axis], list[ScenarioProblem]]:
     axes: list[_Axis] = []
     problems: list[ScenarioProblem] = []
     for key, values in sweep.items():
-        axis = _Axis(key, (), ())
         fault = _fault(key, values, axes)
         if fault:
             problems.append(document.problem(("sweep", key), fault))

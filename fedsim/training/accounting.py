@@ -113,11 +113,6 @@ def spent_by(server: Server, round: int) -> PrivacyClaim:
     return spent(server, min(later, server.scenario.training.rounds))
 
 
-def participations(server: Server, round: int) -> set[tuple[int, ...]]:
-    """Returns each set of rounds, counted from 1, that some client takes part in up to `round`."""
-    return account_of(server).participations(round)
-
-
 def check_promise(server: Server) -> None:
     """Refuses, by a FedsimError, a stack that asks for an ε if the ledger states a larger one."""
     if not (asked := asked_epsilons(server.stack)):
@@ -165,8 +160,6 @@ def _covering(server: Server, claim: PrivacyClaim, releases: str) -> PrivacyClai
     if claimed is None and federation.budget is not None:
         reason = f"{federation.strategy} adds its noise after the server has seen each update"
         claim = replace(
-            claim,
-            claimed_epsilon=federation.budget,
-            reason=reason if claim.reason else None,
+            claim, claimed_epsilon=federation.budget, reason=reason if claim.reason else None
         )
     return replace(claim, covers=f"{releases}, if {claim.covers}" if claim.covers else releases)

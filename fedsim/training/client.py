@@ -63,7 +63,6 @@ class Client:
     """One client of a federation, with its examples."""
 
     number: int
-    """Number of the client, from 0."""
     dataset: Dataset | Table
     """Data set that holds its examples among others."""
     own: Tensor
@@ -218,12 +217,7 @@ class Client:
             )
 
     def _batches(
-        self,
-        training: LocalTraining,
-        round: int,
-        probe: Probe | None,
-        taken: int,
-        trials: int,
+        self, training: LocalTraining, round: int, probe: Probe | None, taken: int, trials: int
     ) -> LabelledBatches:
         """Returns inputs and labels of every local step; `taken` counts steps of earlier rounds."""
         found = []
@@ -345,12 +339,7 @@ def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[st
 
 
 def look(
-    server: Server,
-    client: int,
-    round: int,
-    kept: Tensors,
-    parameters: Tensors,
-    buffers: Tensors,
+    server: Server, client: int, round: int, kept: Tensors, parameters: Tensors, buffers: Tensors
 ) -> Observation:
     """Returns what `client` sees of the others in `round`, assuming that all of them answered.
 

@@ -39,11 +39,8 @@ class RoundPlan:
     """Says who takes part in one round, and what is recorded. Clients are in ascending order."""
 
     number: int
-    """Number of the round, from 1."""
     participants: tuple[int, ...]
-    """Clients that are sampled."""
     is_observed: bool
-    """Whether anything is recorded."""
     observed: tuple[int, ...]
     """Clients whose update (of training or of a probe) is recorded."""
     singled: tuple[int, ...]

@@ -72,13 +72,10 @@ class Server:
     """One defense stack's federation without its clients' data."""
 
     scenario: Scenario
-    """Scenario with every default written out."""
     stack_name: str
-    """Name of the stack among the scenario's defenses."""
     described: Dataset | Table
     """The description of the data and its test split (`without_training`)."""
     census: Census
-    """Public facts about the clients' data."""
     noise_seed: int | None = None
     """Seed of the noise that the server adds; None: the scenario's, which everybody knows."""
 
@@ -96,7 +93,6 @@ class Server:
         if self.computation.model is not None:
             self.stack.note_shapes(self.computation.model.parameters())
 
-    # Every recording asks, for one of a few batch sizes, and guarantees take time to work out.
     @cached_property
     def device(self) -> torch.device:
         """Device that clients compute on."""
@@ -240,44 +236,31 @@ class Server:
             # None stands for the training update.
             asked: list[Probe | None] = list(plan.probes) or [None]
             for watcher in self.scenario.observe.vantages:
-                if watcher == "client":
-                    others = len(plan.participants) - 1
-                    for client in plan.lookers:
-                        yield self._recording(round, client, watcher, num_clients=others)
-                    continue
-                for probe in asked:
+                others = len(plan.participants) - 1
+                for probe in asked if watcher != "client" else [None]:
                     for client in self._seen_of(watcher, plan):
-                        count = len(plan.observed) if client < 0 else 1
-                        yield self._recording(round, client, watcher, probe, num_clients=count)
+                        single = others if watcher == "client" else 1
+                        yield self.observation(
+                            round,
+                            client,
+                            Update(tensors={}, num_examples=0),
+                            {},
+                            {},
+                            probe=probe,
+                            num_clients=len(plan.observed) if client < 0 else single,
+                            releases=self.scenario.observe.releases,
+                            watcher=watcher,
+                        )
 
     def _seen_of(self, watcher: Watcher, plan: RoundPlan) -> list[int]:
         """Returns the clients whose answers `watcher` sees in a round; -1: their combination."""
+        if watcher == "client":
+            return list(plan.lookers)
         # Combining hides single answers from the server, not from whoever listens on the wire.
         combined = [-1] if watcher == "server" and plan.observed else []
         if self.protocol:
             return [*combined, *plan.singled]
         return combined if combined and self.stack.aggregation else list(plan.observed)
-
-    def _recording(
-        self,
-        round: int,
-        client: int,
-        watcher: Watcher,
-        probe: Probe | None = None,
-        *,
-        num_clients: int,
-    ) -> Observation:
-        return self.observation(
-            round,
-            client,
-            Update(tensors={}, num_examples=0),
-            {},
-            {},
-            probe=probe,
-            num_clients=num_clients,
-            releases=self.scenario.observe.releases,
-            watcher=watcher,
-        )
 
     def combine_updates(
         self,
@@ -329,10 +312,6 @@ class Server:
     def apply_update(self, before: Tensor, update: Tensor, round: int) -> Tensor:
         """Returns a global parameter, `before`, after a client's `update` of it in `round`."""
         return self.computation.apply_update(before, update, self.scale_rate(self.training, round))
-
-    def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the new global parameters, given the `mean` of what `apply_update` returned."""
-        return self.computation.finalize(mean, clients)
 
     def observation(
         self,
@@ -388,6 +367,7 @@ class Server:
         """Maps the batch size of a probe, or None for training, to public facts of the answer."""
         clipped = Effect(scaled=self.scenario.federation.clips_at_clients)
 
+        # Every recording asks, for one of a few batch sizes, and guarantees take time to work out.
         @cache
         def announce(batch_size: int | None) -> Announcement:
             declared = self.declared if batch_size is None else self.declared_of(batch_size)

@@ -127,7 +127,8 @@ class Account:
     def entries(self, stack: Stack, rounds: int, *, probes: bool = True) -> list[Entry]:
         """Returns the ledger entries, with `probes` or without, of which one has the largest ε."""
         scenario = self.scenario
-        counts = self.worst_client_sizes(stack.training(self.declared))
+        known = [count for count in self.held if count] or self.held
+        counts = worst_client_sizes(stack.training(self.declared), known)
         return [
             Entry(
                 rounds=most.trained,
@@ -141,10 +142,6 @@ class Account:
             # Which pair is worst depends on the accountant, so each is accounted.
             for most, count in product(self.most(rounds), counts)
         ]
-
-    def worst_client_sizes(self, training: LocalTraining) -> list[int]:
-        """Returns the sizes of clients among which the largest ε is; [0] if none is known."""
-        return worst_client_sizes(training, [count for count in self.held if count] or self.held)
 
     def participations(self, round: int) -> set[tuple[int, ...]]:
         """Returns each set of rounds, from 1, that some client takes part in up to `round`."""

@@ -34,7 +34,6 @@ _ARGUMENTS = (
     *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
     "label_smoothing",
 )
-"""Arguments of these functions, in their order."""
 _IGNORED = -100
 """PyTorch's default of `ignore_index`."""
 _IMAGE_AXES = 4
@@ -43,7 +42,6 @@ _MOST_ACCUMULATED = 129
 _NEAR = 1e-2
 """Relative difference up to which two estimates of a proximal term's factor agree."""
 _ROUNDED = 1e-5
-"""Relative rounding of a loss."""
 
 
 @dataclass
@@ -79,7 +77,6 @@ class Steps:
     training_mode: bool = True
     """Whether the model's layers computed in training mode."""
     left_out: int = 0
-    """Images beyond `max_images`."""
     saw_images: bool = False
     """Whether the model was called with images, whatever its loss compares them with."""
     called_with: str | None = None
@@ -136,7 +133,6 @@ class _Loss:
     images: Tensor
     labels: Tensor
     mean: float
-    """Mean loss of the batch."""
     factors: tuple[float, ...]
     """Factors by which a sum of losses, or their plain mean, exceeds it."""
     differentiated: bool = False
@@ -365,9 +361,11 @@ class _Hooks:
 
     def _put_in(self) -> None:
         for handle in (
-            hooks.register_module_forward_pre_hook(self._hear_call),
-            hooks.register_module_forward_hook(self._hear_return, always_call=True),
-            register_optimizer_step_pre_hook(self._hear_step),
+            hooks.register_module_forward_pre_hook(partial(self._tell, _Watch.on_call)),
+            hooks.register_module_forward_hook(
+                partial(self._tell, _Watch.on_return), always_call=True
+            ),
+            register_optimizer_step_pre_hook(partial(self._tell, _Watch.on_step)),
         ):
             self._undo.append(handle.remove)
         places: list[tuple[Any, str, Callable[..., None]]] = [
@@ -386,15 +384,6 @@ class _Hooks:
         if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             for watch in self._watches:
                 watch.hear(event, *arguments)
-
-    def _hear_call(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        self._tell(_Watch.on_call, module, arguments)
-
-    def _hear_return(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        self._tell(_Watch.on_return, module, arguments, output)
-
-    def _hear_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
-        self._tell(_Watch.on_step, optimizer, arguments, named)
 
     def _listening(self, function: Any, event: Callable[..., None]) -> Callable[..., Any]:
         """Returns `function`, which now also tells an `event` of its value and arguments."""
@@ -435,13 +424,10 @@ class TrainingOrder:
     """Identifies the order by which a client trained."""
 
     run_id: int
-    """Number of the app's run."""
     round: int
     """Round that the order names; 0 if it names none."""
     node_id: int
-    """Number of the client's node."""
     message_id: str
-    """Identifies the order's message within the run."""
     partition: int | None = None
     """The client's number among the partitions of the data, if it has one."""
 
@@ -450,7 +436,6 @@ _WATCHED = (
     *("left_out", "sizes", "optimizer", "settings", "training_mode"),
     *("rates", "factors", "proximal", "unmodelled"),
 )
-"""Fields of `Steps` that a testimony has under the same names."""
 
 
 def keep_testimony(

@@ -170,7 +170,7 @@ def test_who_is_asked_when_is_that_of_the_run() -> None:
     """Rounds in a row would show more of a client than those that it is asked in."""
     audited = noisy_server()
     claim = rows.spent(audited, 16)
-    taken = rows.participations(audited, 16)
+    taken = rows.account_of(audited).participations(16)
     present = [[past in each for past in range(1, 17)] for each in taken]
     in_a_row = correlated.sensitivity(16, 0.7, max(map(len, taken)))
     assert correlated.reach(present, 0.7) < 0.9 * in_a_row

@@ -38,10 +38,10 @@ def test_the_nearest_point_of_the_ball() -> None:
     length = float(global_norm(step))
     for scale in (0.5, 1.999, 2.001, 30.0):
         mean = {name: start[name] + scale / length * step[name] for name in start}
-        weights = held.finalize(mean, 1)
+        weights = held.computation.finalize(mean, 1)
         expected = {name: start[name] + min(scale, 2.0) / length * step[name] for name in start}
         torch.testing.assert_close(dict(weights), expected)
-        assert plain.finalize(mean, 1) is mean
+        assert plain.computation.finalize(mean, 1) is mean
 
 
 def test_a_federation_stays_in_the_ball(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Each case changes `BASE`; `# <-` marks the line that the message has to name.
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,67 +64,124 @@ class Case:
     problems: int = 1
 
 
+TABLE = r"""
+# Keys
+seed: 7 => sed: 7 # <-
+    sed | unknown key; did you mean 'seed'?
+seed: 7 => colour: 7 # <-
+    colour | unknown key; remove it (known keys: name,
+  rounds: 3 =>   round: 3 # <-
+    training.round | did you mean 'rounds'?
+iterations: 5} => iteratons: 5} # <-
+    attacks[0].iteratons | did you mean 'iterations'?
+device: cpu => seed: 8 # <-
+    | written twice (first in line 2)
+# Plugins
+{name: label_inference} => {name: label_inferense} # <-
+    attacks[1].name | did you mean 'label_inference'?
+{name: label_inference} => labels_inference # <-
+    attacks[1] | did you mean
+{name: clip, norm: 1.0} => idlg # <-
+    defenses.dp[0] | named 'idlg' in defenses
+{name: clip, norm: 1.0} => {norm: 1.0} # <-
+    defenses.dp[0].name | missing; add `name
+{name: clip, norm: 1.0} =>  # <-
+    defenses.dp[0] | expected a name or {name: ...}
+# Types
+rounds: 3 => rounds: three # <-
+    training.rounds | expected a whole number, got 'three'
+rounds: 3 => rounds: "3" # <-
+    training.rounds | got '3'; remove the quotes
+rounds: 3 => rounds: 3.0 # <-
+    training.rounds | got 3.0; write 3
+name: base => name: 5 # <-
+    name | expected text, got 5; put it
+batch_sizes: [1, 4] => batch_sizes: 4 # <-
+    observe.batch_sizes | got 4; write [4]
+  none: [] =>   none: clip # <-
+    defenses.none | expected a list, got 'clip'
+clients: [0] => clients: al # <-
+    observe.clients | a list or 'all', got 'al'; did you
+# Ranges
+multiplier: 1.1 => multiplier: -1
+    defenses.dp[1].multiplier | expected >= 0, got -1
+engine: local => engine: locl
+    federation.engine | simulation
+device: cpu => device: gpu # <-
+    device | expected auto, cpu, cuda or
+name: base => name: ../etc # <-
+    name | letters, digits and _ . + - that could
+  none: [] =>   ../none: [] # <-
+    defenses["../none"] | expected a name of letters
+# Combinations
+local: {steps: 1, => algorithm: fedsgd # <-\n  local: {steps: 4,
+    training.algorithm | training.local.steps is 4; use fedavg, or 1 step
+local: {steps: 1, => algorithm: fedsgd # <-\n  local: {steps: 1, momentum: 0.9,
+    training.algorithm | use fedavg, or momentum 0
+[1, last] => [1, 9]
+    observe.rounds[1] | beyond training.rounds (3)
+clients: [0] => clients: [0, 4]
+    observe.clients[1] | use 0 to 3
+[1, last] => [1, 1]
+    observe.rounds[1] | listed twice; remove one
+  batch_sizes: [1, 4]\n =>
+    observe.trials | add `observe.batch_sizes
+{name: label_inference} => {name: inverting_gradients} # <-
+    attacks[1] | give each a `label: ...` of its own
+{name: label_inference} => feature_regression # <-
+    attacks[1] | knowledge.public: test
+    - {name: clip, norm: 1.0}\n =>
+    defenses.dp[0] | put clip directly before it
+    - {name: clip, norm: 1.0} =>     - aggregate
+    defenses.dp | put it last
+planted: 32 => planted: 65
+    model.head | exceed the width (64)
+# YAML
+[1, last] => [1, last
+    | check that every bracket
+name: base => name: "base
+    | check that every quote is closed
+  clients: 4 => \tclients: 4 # <-
+    | indent with spaces, not with tabs
+seed: 7 => seed: !!python/object/apply:os.system [id] # <-
+    | is not supported; remove it
+seed: 7 => seed: 7\n--- # <-\nname: other
+    | one per file
+seed: 7 => seed: *x # <-
+    | alias *x has no anchor before it
+name: base => name: "a\0b" # <-
+    | remove the escape
+# Sweeps
+seed: 7 => sweep: [1, 2] # <-
+    sweep | expected a mapping such as
+seed: 7 => sweep: {training.rounds: 3} # <-
+    sweep["training.rounds"] | expected a list
+seed: 7 => sweep:\n  training.rounds:\n    - 3\n    - 0 # <-
+    training.rounds | expected >= 1, got 0
+seed: 7 => sweep: {training: [{}], training.rounds: [3]} # <-
+    sweep["training.rounds"] | overlaps training
+seed: 7 => sweep: {'attacks[7].iterations': [3]} # <-
+    attacks[7].iterations | attacks has 2 items, counted from 0; use an index up to 1
+"""
+"""What of `BASE` becomes what and, below it, `path | said`."""
+
+
+def read(table: str) -> dict[str, Case]:
+    found = re.findall(r"^(?!#)(.+?) =>(?: (.*))?\n    (\S*) ?\| (.*)", table, re.MULTILINE)
+    return {
+        f"{path}: {said}": Case(unescaped(old), unescaped(new), path, said)
+        for old, new, path, said in found
+    }
+
+
+def unescaped(text: str) -> str:
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
 CASES = {
-    # Keys
-    "unknown section": Case("seed: 7", "sed: 7 # <-", "sed", "unknown key; did you mean 'seed'?"),
-    "unknown section, nothing near": Case(
-        "seed: 7", "colour: 7 # <-", "colour", "unknown key; remove it (known keys: name,"
-    ),
-    "unknown key in a section": Case(
-        "  rounds: 3", "  round: 3 # <-", "training.round", "did you mean 'rounds'?"
-    ),
-    "unknown key of an attack": Case(
-        "iterations: 5}", "iteratons: 5} # <-", "attacks[0].iteratons", "did you mean 'iterations'?"
-    ),
+    **read(TABLE),
     "missing section": Case(
         "attacks:\n", "observe2:\n", "attacks", "missing; add `attacks: ...`", problems=2
-    ),
-    "key written twice": Case("device: cpu", "seed: 8 # <-", "", "written twice (first in line 2)"),
-    # Plugins
-    "unknown attack": Case(
-        "{name: label_inference}",
-        "{name: label_inferense} # <-",
-        "attacks[1].name",
-        "did you mean 'label_inference'?",
-    ),
-    "unknown attack, shorthand": Case(
-        "{name: label_inference}", "labels_inference # <-", "attacks[1]", "did you mean"
-    ),
-    "an attack among the defenses": Case(
-        "{name: clip, norm: 1.0}",
-        "idlg # <-",
-        "defenses.dp[0]",
-        "named 'idlg' in defenses",
-    ),
-    "a plugin without a name": Case(
-        "{name: clip, norm: 1.0}", "{norm: 1.0} # <-", "defenses.dp[0].name", "missing; add `name"
-    ),
-    "nothing for a plugin": Case(
-        "{name: clip, norm: 1.0}", " # <-", "defenses.dp[0]", "expected a name or {name: ...}"
-    ),
-    # Types
-    "text for a number": Case(
-        "rounds: 3", "rounds: three # <-", "training.rounds", "expected a whole number, got 'three'"
-    ),
-    "a quoted number": Case(
-        "rounds: 3", 'rounds: "3" # <-', "training.rounds", "got '3'; remove the quotes"
-    ),
-    "a whole float for a count": Case(
-        "rounds: 3", "rounds: 3.0 # <-", "training.rounds", "got 3.0; write 3"
-    ),
-    "a number for text": Case("name: base", "name: 5 # <-", "name", "expected text, got 5; put it"),
-    "a number for a list": Case(
-        "batch_sizes: [1, 4]", "batch_sizes: 4 # <-", "observe.batch_sizes", "got 4; write [4]"
-    ),
-    "one defense for a stack": Case(
-        "  none: []", "  none: clip # <-", "defenses.none", "expected a list, got 'clip'"
-    ),
-    "a wrong word for clients": Case(
-        "clients: [0]", "clients: al # <-", "observe.clients", "a list or 'all', got 'al'; did you"
-    ),
-    # Ranges
-    "negative parameter": Case(
-        "multiplier: 1.1", "multiplier: -1", "defenses.dp[1].multiplier", "expected >= 0, got -1"
     ),
     "a whole number beyond double precision": Case(
         "lr: 0.1", f"lr: {10**400}", "training.local.lr", "(401 characters)"
@@ -131,65 +189,11 @@ CASES = {
     "a number of 5000 digits": Case(
         "rounds: 3", f"rounds: {'9' * 5000} # <-", "", "a number of 5000 digits; shorten it"
     ),
-    "unknown engine": Case("engine: local", "engine: locl", "federation.engine", "simulation"),
-    "unknown device": Case(
-        "device: cpu", "device: gpu # <-", "device", "expected auto, cpu, cuda or"
-    ),
-    "a path for a name": Case(
-        "name: base", "name: ../etc # <-", "name", "letters, digits and _ . + - that could"
-    ),
-    "a path for a stack": Case(
-        "  none: []", "  ../none: [] # <-", 'defenses["../none"]', "expected a name of letters"
-    ),
-    # Combinations
-    "fedsgd with several steps": Case(
-        "local: {steps: 1,",
-        "algorithm: fedsgd # <-\n  local: {steps: 4,",
-        "training.algorithm",
-        "training.local.steps is 4; use fedavg, or 1 step",
-    ),
-    "fedsgd with momentum": Case(
-        "local: {steps: 1,",
-        "algorithm: fedsgd # <-\n  local: {steps: 1, momentum: 0.9,",
-        "training.algorithm",
-        "use fedavg, or momentum 0",
-    ),
-    "a round beyond the last": Case(
-        "[1, last]", "[1, 9]", "observe.rounds[1]", "beyond training.rounds (3)"
-    ),
-    "a client that does not exist": Case(
-        "clients: [0]", "clients: [0, 4]", "observe.clients[1]", "use 0 to 3"
-    ),
-    "a round twice": Case("[1, last]", "[1, 1]", "observe.rounds[1]", "listed twice; remove one"),
-    "trials without probes": Case(
-        "  batch_sizes: [1, 4]\n", "", "observe.trials", "add `observe.batch_sizes"
-    ),
-    "two attacks of one label": Case(
-        "{name: label_inference}",
-        "{name: inverting_gradients} # <-",
-        "attacks[1]",
-        "give each a `label: ...` of its own",
-    ),
     "statistics that nobody sends": Case(
         BASE[BASE.index("  local:") :],
         "  local: {mode: eval}\nattacks: []\nknowledge: {bn: inferred} # <-\n",
         "knowledge.bn",
         "nothing can be inferred",
-    ),
-    "an attack that needs public images": Case(
-        "{name: label_inference}",
-        "feature_regression # <-",
-        "attacks[1]",
-        "knowledge.public: test",
-    ),
-    "noise without a bound": Case(
-        "    - {name: clip, norm: 1.0}\n", "", "defenses.dp[0]", "put clip directly before it"
-    ),
-    "aggregation that is not last": Case(
-        "    - {name: clip, norm: 1.0}", "    - aggregate", "defenses.dp", "put it last"
-    ),
-    "more planted neurons than there are": Case(
-        "planted: 32", "planted: 65", "model.head", "exceed the width (64)"
     ),
     "dropout without hidden neurons": Case(
         BASE[BASE.index("model:") : BASE.index("attacks:")],
@@ -197,50 +201,12 @@ CASES = {
         "defenses.drop",
         "add `head: {width: ...}`",
     ),
-    # YAML
-    "an open bracket": Case("[1, last]", "[1, last", "", "check that every bracket"),
-    "an open quote": Case("name: base", 'name: "base', "", "check that every quote is closed"),
-    "a tab": Case("  clients: 4", "\tclients: 4 # <-", "", "indent with spaces, not with tabs"),
-    "a tag": Case(
-        "seed: 7",
-        "seed: !!python/object/apply:os.system [id] # <-",
-        "",
-        "is not supported; remove it",
-    ),
-    "two documents": Case("seed: 7", "seed: 7\n--- # <-\nname: other", "", "one per file"),
-    "an unknown alias": Case("seed: 7", "seed: *x # <-", "", "alias *x has no anchor before it"),
-    "a NUL": Case("name: base", 'name: "a\\0b" # <-', "", "remove the escape"),
     "nested too deep": Case("seed: 7", f"seed: {'[' * 40}{']' * 40} # <-", "", "deeper than 32"),
     "nested too deep through an alias": Case(
         "seed: 7",
         f"x: &x {'[' * 20}{']' * 20}\ny: {'[' * 20}*x{']' * 20} # <-",
         "",
         "deeper than 32",
-    ),
-    # Sweeps
-    "a sweep that is no mapping": Case(
-        "seed: 7", "sweep: [1, 2] # <-", "sweep", "expected a mapping such as"
-    ),
-    "a sweep over no list": Case(
-        "seed: 7", "sweep: {training.rounds: 3} # <-", 'sweep["training.rounds"]', "expected a list"
-    ),
-    "a bad value in a sweep": Case(
-        "seed: 7",
-        "sweep:\n  training.rounds:\n    - 3\n    - 0 # <-",
-        "training.rounds",
-        "expected >= 1, got 0",
-    ),
-    "overlapping sweeps": Case(
-        "seed: 7",
-        "sweep: {training: [{}], training.rounds: [3]} # <-",
-        'sweep["training.rounds"]',
-        "overlaps training",
-    ),
-    "a sweep beyond a list": Case(
-        "seed: 7",
-        "sweep: {'attacks[7].iterations': [3]} # <-",
-        "attacks[7].iterations",
-        "attacks has 2 items, counted from 0; use an index up to 1",
     ),
     "too many scenarios": Case(
         "seed: 7",
@@ -356,10 +322,7 @@ def test_many_problems_are_told_in_time(tmp_path: Path) -> None:
     [
         ("training.rounds=0", "--set training.rounds=0: training.rounds: expected >= 1, got 0"),
         ("attacks[9].iterations=1", "attacks has 2 items, counted from 0; use an index up to 1"),
-        (
-            "attacks.iterations=1",
-            "attacks is a list; name an item by its index, such as",
-        ),
+        ("attacks.iterations=1", "attacks is a list; name an item by its index, such as"),
         ("training[0]=1", "training is a mapping, not a list"),
         ("model=nope", "--set model=nope: model: no plugin named 'nope' in models"),
         ("rounds", "--set rounds: expected key=value, such as training.rounds=10"),

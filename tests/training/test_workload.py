@@ -1,8 +1,9 @@
-"""A stack's computations: pure, paired across stacks, refused before any work."""
+"""A stack's computations: pure, paired across stacks, refused before work, and walled off."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.federation import refusals
+from fedsim.federation import refusals, server_app
 from fedsim.federation.checkpoint import Checkpoint, Checkpoints
 from fedsim.recording.files import observation_id, write_tensors
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
 from fedsim.training import accounting
 from fedsim.training.schedule import Probe
+from fedsim.training.server import Server
 from fedsim.training.source import load_dataset
 from fedsim.training.spending import Account
 from fedsim.training.workload import Workload
-from fedsim.types import FedsimError, Tensors
+from fedsim.types import Dataset, FedsimError, Table, Tensors
 
 BASE: dict[str, Any] = {
     "name": "tiny",
@@ -149,10 +151,7 @@ def test_evaluation_against_a_loop_by_hand(workloads: dict[str, Workload]) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"training": {"local": {"batch_size": 5000}}},
-            "at least 5,000 images",
-        ),
+        ({"training": {"local": {"batch_size": 5000}}}, "at least 5,000 images"),
         (
             {"observe": {"clients": [0], "batch_sizes": [1, 4000]}},
             "observe.batch_sizes: a batch of 4000",
@@ -246,3 +245,93 @@ def test_a_client_trains_on_the_candidates_that_its_coins_say_and_no_others() ->
         assert torch.isin(members, client.own).all()
         # All that is no candidate stays with the client.
         assert len(client.own) == len(before) - len(others)
+
+
+IMAGES: dict[str, Any] = {
+    "name": "wall",
+    "seed": 3,
+    "data": {"source": {"name": "digits", "size": 8}, "clients": 3},
+    "model": {"name": "mlp", "hidden": [4]},
+    "training": {"rounds": 2, "local": {"batch_size": 4, "lr": 0.1}},
+    "defenses": {"none": []},
+    "attacks": [],
+}
+ROWS: dict[str, Any] = {
+    "name": "rows",
+    "seed": 3,
+    "data": {"source": "diabetes", "clients": 3},
+    "learner": {"name": "least_squares", "method": "ols"},
+    "training": {"rounds": 1},
+    "defenses": {"none": []},
+    "attacks": [],
+}
+
+
+def reachable(root: object) -> Iterator[object]:
+    """Everything that `root` leads to, but for modules and classes."""
+    seen, waiting = {id(root)}, [root]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        for other in gc.get_referents(one):
+            if id(other) not in seen and not isinstance(other, (type, type(gc))):
+                seen.add(id(other))
+                waiting.append(other)
+
+
+def held(root: object, training: Tensor) -> list[object]:
+    """What of `training` the object `root` leads to."""
+    pointer = training.untyped_storage().data_ptr()
+    found: list[object] = []
+    for one in reachable(root):
+        if isinstance(one, Tensor) and one.numel():
+            if one.untyped_storage().data_ptr() == pointer:
+                found.append(one)
+        elif (isinstance(one, Dataset) and len(one.train_images)) or (
+            isinstance(one, Table) and len(one.train_rows)
+        ):
+            found.append(one)
+    return found
+
+
+@pytest.mark.parametrize("document", [IMAGES, ROWS], ids=["images", "rows"])
+def test_a_server_leads_to_no_training_example(document: dict[str, Any]) -> None:
+    workload = Workload(resolve(document), "none")
+    data = workload.dataset
+    training = data.train_images if isinstance(data, Dataset) else data.train_rows
+    assert held(workload, training)
+    server = workload.server()
+    assert type(server) is Server
+    assert not held(server, training)
+
+
+def test_the_engine_hands_the_server_app_no_data(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    from fedsim.federation import federate
+
+    handed: list[object] = []
+    build = server_app.build
+
+    def watched(server: Server, *others: Any) -> Any:
+        handed.append(server)
+        return build(server, *others)
+
+    monkeypatch.setattr(server_app, "build", watched)
+    federate(resolve(IMAGES), "none", tmp_path, resume=False, on_round=lambda _: None)
+    assert [type(one) for one in handed] == [Server]
+
+
+@pytest.mark.parametrize("document", [IMAGES, ROWS], ids=["images", "rows"])
+def test_nothing_of_a_federation_can_be_overwritten(document: dict[str, Any]) -> None:
+    """Another federation, or another client, is made: none becomes another one."""
+    workload = Workload(resolve(document), "none")
+    for one in (workload, workload.server(), workload.clients[0]):
+        public = {name for name in dir(one) if not name.startswith("_")}
+        assert {"dataset", "seed", "scenario"} & public
+        for name in public | {"more"}:
+            with pytest.raises((AttributeError, TypeError)):
+                setattr(one, name, None)
+            with pytest.raises((AttributeError, TypeError)):
+                delattr(one, name)
+    assert isinstance(workload.clients, tuple)

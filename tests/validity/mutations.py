@@ -632,7 +632,7 @@ one start for all trials of a client
 
 # The server cannot reach clients' data.
 a server that holds its clients' data
-    fedsim/training/workload.py:Workload.server [training/test_server]
+    fedsim/training/workload.py:Workload.server [training/test_workload]
     self.described => self.dataset
 
 # A sum of masked vectors hides each of them.

@@ -77,10 +77,7 @@ def test_no_attack_knows_a_defense_by_name() -> None:
 def observed(defense: list[dict[str, Any]], images: int = 2) -> Observation:
     parameters = {"hidden": [12], "head": {"width": 400}}
     seen, _ = make_observation(
-        *example_batch(images, (1, 8, 8)),
-        model="mlp",
-        model_parameters=parameters,
-        defense=defense,
+        *example_batch(images, (1, 8, 8)), model="mlp", model_parameters=parameters, defense=defense
     )
     return seen
 

@@ -29,9 +29,7 @@ def answer(certified: list[bool]) -> Reconstruction:
 
 def truth(order: list[int], labels: list[int]) -> GroundTruth:
     return GroundTruth(
-        images=torch.zeros(3, 1, 2, 2),
-        labels=torch.tensor(labels),
-        features=torch.eye(3, 6)[order],
+        images=torch.zeros(3, 1, 2, 2), labels=torch.tensor(labels), features=torch.eye(3, 6)[order]
     )
 
 

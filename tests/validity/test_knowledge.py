@@ -23,12 +23,7 @@ from fedsim.scenario.resolve import resolve
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.training.workload import Workload
-from fedsim.types import (
-    GroundTruth,
-    LocalTraining,
-    Mode,
-    Observation,
-)
+from fedsim.types import GroundTruth, LocalTraining, Mode, Observation
 from fedsim_attacks.gradient_matching._matching import Matching, squared_distance
 
 SCENARIO: dict[str, Any] = {

@@ -161,8 +161,7 @@ def test_exact_pictures_are_no_protection_though_a_trial_was_lost(tmp_path: Path
 def test_every_line_carries_the_guess_and_the_other_update(tmp_path: Path) -> None:
     """Rule 12: gain over the zero-information guess, trial by trial, and the other update."""
     (row,) = board(
-        tmp_path,
-        [line(20.0, guess=15.0, other=19.0), line(10.0, trial=1, guess=5.0, other=9.5)],
+        tmp_path, [line(20.0, guess=15.0, other=19.0), line(10.0, trial=1, guess=5.0, other=9.5)]
     )
     assert row.baseline["psnr"] == pytest.approx(10.0)
     assert row.gain is not None

@@ -255,9 +255,7 @@ def test_the_restart_that_is_reported_has_the_least_own_loss(finished: Run) -> N
     """Rule 1, in the attack stage: no job looks at the truth to choose."""
     for row in of(finished, "dice", "none", "sum"):
         seen, known = hand_over(
-            recorded(finished, row),
-            truth_of(finished, row),
-            Grant(labels="inferred", bn="running"),
+            recorded(finished, row), truth_of(finished, row), Grant(labels="inferred", bn="running")
         )
         solution = solve(
             Dice(), seen, known, seed_of(recorded(finished, row), "dice"), restarts=RESTARTS

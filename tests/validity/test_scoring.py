@@ -10,14 +10,7 @@ from skimage.metrics import structural_similarity
 from torch import Tensor, nn
 
 from fedsim.models.base import denormalize, normalize
-from fedsim.scoring import (
-    LpipsMetric,
-    ScoringError,
-    Unavailable,
-    load_lpips,
-    psnr,
-    score,
-)
+from fedsim.scoring import LpipsMetric, ScoringError, Unavailable, load_lpips, psnr, score
 from fedsim.targets.images import ImageAid
 from fedsim.types import GroundTruth, ModelSpec, Reconstruction
 
@@ -71,11 +64,7 @@ def test_every_metric_of_images_uses_the_same_pairs() -> None:
     features = torch.eye(2)
     known = GroundTruth(images=victims, labels=torch.tensor([0, 1]), features=features)
     swapped = Reconstruction(
-        images=near,
-        labels=torch.tensor([1, 0]),
-        features=features.flip(0),
-        loss=0,
-        iterations=1,
+        images=near, labels=torch.tensor([1, 0]), features=features.flip(0), loss=0, iterations=1
     )
     scores = score(swapped, known)
     assert scores.assignment == [0, 1]

@@ -159,9 +159,7 @@ class Lying(DataSource):
         full = Digits(size=8).load()
         few = replace(full, train_images=full.train_images[:COUNT].contiguous())
         dark = replace(
-            few,
-            train_images=few.train_images // 64,
-            train_labels=few.train_labels[:COUNT],
+            few, train_images=few.train_images // 64, train_labels=few.train_labels[:COUNT]
         )
         prepared = self.prepared(dark)
         assert isinstance(prepared, Dataset)
