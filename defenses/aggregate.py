@@ -31,12 +31,7 @@ class Aggregate(AggregationDefense):
     )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the weighted mean of tensors and buffers; `num_examples` is the total.
-
-        Raises:
-            FedsimError: there is no update, one counts less than one example, or their tensors
-                differ in name or shape.
-        """
+        """Returns the weighted mean of tensors and buffers; `num_examples` is the total."""
         seen = 0
         tensors, buffers = RunningMean(), RunningMean()
         for update in updates:
@@ -98,11 +93,7 @@ class RunningMean:
         self._dtypes: dict[str, torch.dtype] = {}
 
     def move_towards(self, update: Tensors, weight: float) -> None:
-        """Moves the mean towards `update` by its share `weight` of all so far, in (0, 1].
-
-        Raises:
-            FedsimError: the update's tensors differ from the first one's in name or shape.
-        """
+        """Moves the mean towards an equally shaped update by its share of all so far, in (0, 1]."""
         if self._mean is None:
             self._dtypes = {name: tensor.dtype for name, tensor in update.items()}
             # A copy, since the mean changes in place and a client's update must not.

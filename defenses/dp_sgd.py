@@ -81,12 +81,7 @@ class DPSGD(TrainingDefense):
         return self.model_copy(update={"noise_multiplier": multiplier})
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns a function that computes the noisy mean of the examples' clipped gradients.
-
-        Raises:
-            FedsimError: the noise has not been found yet; or (when called) the loss cannot be taken
-                one example at a time.
-        """
+        """Returns a function that computes the noisy mean of the examples' clipped gradients."""
         multiplier = self.noise_multiplier
         if multiplier is None:
             raise FedsimError(

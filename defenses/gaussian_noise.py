@@ -53,12 +53,7 @@ class GaussianNoise(UpdateDefense):
         return self
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Returns {`std`}, the deviation of the noise as a 0-d float64.
-
-        Raises:
-            FedsimError: there is a multiplier, and the `sensitivity` for it to multiply is
-                infinite.
-        """
+        """Returns {`std`}, the deviation of the noise as a 0-d float64."""
         return {"std": torch.tensor(self._std(sensitivity), dtype=torch.float64)}
 
     def apply(

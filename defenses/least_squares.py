@@ -69,12 +69,7 @@ class LeastSquaresMechanism(DataDefense):
                 require_residual(self.residual, rows, f"client {client}", "least_squares")
 
     def sigma(self, release: Release) -> float:
-        """Returns σ, in the units of the rows; 0 where no noise is needed.
-
-        Raises:
-            FedsimError: the release is not of coefficients with randomness of their own, or no σ is
-                enough.
-        """
+        """Returns σ, in the units of the rows; 0 where no noise is needed."""
         kind, r, d = release.kind, release.columns, release.features
         if kind not in ("normal_coefficients", "sketched_coefficients"):
             raise FedsimError(
@@ -83,8 +78,10 @@ class LeastSquaresMechanism(DataDefense):
                 "random_projection)"
             )
         of_sketch = kind == "sketched_coefficients"
-        if self.assumes and not of_sketch and self._needs_no_noise(r, d):
-            return 0.0
+        if self.assumes and not of_sketch:
+            known = (self.leverage, self.residual, r, d, self.epsilon, self.delta)
+            if least_squares.is_private(*known):
+                return 0.0
         # A sketch's curve depends on its columns alone; that of coefficients on the features, too.
         allowed = max_leverage(self.epsilon, self.delta, r, None if of_sketch else d)
         least = lowering(allowed, release.row_norm, self.leverage)
@@ -116,11 +113,6 @@ class LeastSquaresMechanism(DataDefense):
             )
         )
         return Guarantee(mechanism=mechanism, reason="")
-
-    def _needs_no_noise(self, r: int, d: int) -> bool:
-        return least_squares.is_private(
-            self.leverage, self.residual, r, d, self.epsilon, self.delta
-        )
 
 
 @cache

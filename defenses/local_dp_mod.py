@@ -65,7 +65,8 @@ class LocalDpMod(UpdateDefense):
     ) -> tuple[Tensors, Tensors]:
         """Returns the clipped update with noise, and `state` unchanged."""
         clipped, _ = self._clip.apply(update, {}, rng)
-        return {**add_gaussian(clipped, self.std, rng), **_single_numbers(update)}, state
+        passed = {name: tensor for name, tensor in update.items() if not tensor.ndim}
+        return {**add_gaussian(clipped, self.std, rng), **passed}, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
         """Returns the Gaussian mechanism of clipping and noise, unless a mechanism came before."""
@@ -89,7 +90,3 @@ class LocalDpMod(UpdateDefense):
     @property
     def _noise(self) -> GaussianNoise:
         return GaussianNoise(std=self.std)
-
-
-def _single_numbers(update: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in update.items() if not tensor.ndim}

@@ -75,11 +75,7 @@ class RandomProjection(DataDefense):
             require(self.leverage, rows, of, "random_projection")
 
     def sigma(self, release: Release) -> float:
-        """Returns σ of one client's noise, in the units of the rows; 0 where none is needed.
-
-        Raises:
-            FedsimError: the release is not a sketch.
-        """
+        """Returns σ of one client's noise, in the units of the rows; 0 where none is needed."""
         return self._whole(release) / math.sqrt(self.shared_among)
 
     def guarantee(self, release: Release) -> Guarantee:
@@ -179,9 +175,6 @@ def max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
     """Returns the largest leverage at which a release by r columns is (`epsilon`, `delta`)-private.
 
     The release is of coefficients of `d` features by M_LS, or a sketch if `d` is None.
-
-    Raises:
-        FedsimError: an argument is out of range, or the leverage is too small to compute.
     """
     if d is None:
         return float(projection.max_leverage(epsilon, delta, r))

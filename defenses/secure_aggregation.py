@@ -68,11 +68,7 @@ class SecureAggregation(MaskedAggregation):
         return self
 
     def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
-        """Returns the terms of a sum of updates, of `most_examples` examples each at most.
-
-        Raises:
-            FedsimError: nothing bounds an update, and there is no `range` or there is noise.
-        """
+        """Returns the terms of a sum of updates, of `most_examples` examples each at most."""
         if self.range is None and math.isinf(before.sensitivity):
             raise FedsimError(
                 "secure_aggregation: nothing bounds an update's entries, which have to be of a "
@@ -99,12 +95,7 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the mean of the clipped updates, weighted by examples; with noise, their sum.
-
-        Raises:
-            FedsimError: there is no update, their tensors differ in name or shape, or (without
-                noise) one counts less than one example.
-        """
+        """Returns the mean of the clipped updates, weighted by examples; with noise, their sum."""
         clipped = self._clip_updates(updates)
         if self.noise_multiplier:
             return sum_updates(clipped, "secure_aggregation")

@@ -39,11 +39,7 @@ class Soteria(TrainingDefense):
     that."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the step's direction with the pruned columns of the classifier's weights at zero.
-
-        Raises:
-            FedsimError: (when called) the model's head does not begin with a linear layer.
-        """
+        """Returns the step's direction with the classifier's pruned columns at zero."""
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator

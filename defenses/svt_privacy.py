@@ -101,11 +101,7 @@ class SvtPrivacy(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns at most the share `fraction` of the entries, with noise, and zeros elsewhere.
-
-        Raises:
-            FedsimError: 10,000 passes do not accept enough entries.
-        """
+        """Returns at most the share `fraction` of the entries, with noise, and zeros elsewhere."""
         if not update:
             return update, state
         # In the order of the names, as NVFlare draws.

@@ -26,12 +26,7 @@ AUDITED: tuple[tuple[Unit, Relation], ...] = (
 
 
 def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> None:
-    """Refuses an audit of stacks that could show nothing; `claims` has each stack's by its name.
-
-    Raises:
-        FedsimError: no stack claims anything, a stack claims what no canary can try, or one run has
-            too few canaries or too many.
-    """
+    """Refuses an audit of stacks that could show nothing; `claims` has each stack's by its name."""
     proven = {name: claim for name, claim in claims.items() if claim.unit is not None}
     if not proven:
         raise FedsimError(

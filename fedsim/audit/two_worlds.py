@@ -45,23 +45,26 @@ _ERROR = 0.05
 """Probability with which a comparison of looks may err."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Trials:
+    """The trainings of a canary's client, as functions of world and trial."""
+
+    run: Callable[[int, int], list[Tensors]]
+    """Function (world, trial) -> the update seen in each round, with randomness of the trial's own.
+    World 1 has the canary, any other world does not."""
+    towards: Sequence[Tensors]
+    """Contribution of the canary to each round."""
+    weights: NDArray[np.float64]
+    """(rounds,) weight of each round where all noise is as declared."""
+
+
 class Looks:
     """Features of a trial: sums along the canary, by tensor and round, and a few entries."""
 
-    def __init__(
-        self,
-        run: Callable[[int, int], list[Tensors]],
-        towards: Sequence[Tensors],
-        weights: Array,
-    ) -> None:
-        """Chooses the entries from trials without the canary.
-
-        Args:
-            run: (world, trial) -> what is seen of each round; these trials are of world 2.
-            towards: contribution of the canary to each round.
-            weights: (rounds,) weight of each round where all noise is as declared.
-        """
-        self._towards, self._weights = towards, weights
+    def __init__(self, trials: _Trials) -> None:
+        """Chooses the entries from trials without the canary."""
+        towards = trials.towards
+        self._towards, self._weights = towards, trials.weights
         flat = _flat(towards[0])
         ends = np.cumsum([value.numel() for value in towards[0].values()])
         each = max(1, _COMPARED // len(ends))
@@ -75,7 +78,7 @@ class Looks:
         compared = []
         # World 2 is without the canary, and its randomness is of no trial that is counted.
         for trial in range(_PILOT):
-            seen = _flat(run(2, trial)[0])
+            seen = _flat(trials.run(2, trial)[0])
             total += seen
             squares += seen**2
             compared.append(seen[some])
@@ -192,7 +195,7 @@ def scores(
         if unit == "client"
         else _example_trials(workload, relation, max(map(len, taken)))
     )
-    looks = Looks(trials.run, trials.towards, trials.weights)
+    looks = Looks(trials)
 
     def draw(present: bool) -> NDArray[np.float64]:
         found = []
@@ -202,19 +205,6 @@ def scores(
         return np.array(found)
 
     return choose_look(draw(False), draw(True))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Trials:
-    """The trainings of a canary's client, as functions of world and trial."""
-
-    run: Callable[[int, int], list[Tensors]]
-    """Function (world, trial) -> the update seen in each round, with randomness of the trial's own.
-    World 1 has the canary, any other world does not."""
-    towards: Sequence[Tensors]
-    """Contribution of the canary to each round."""
-    weights: NDArray[np.float64]
-    """(rounds,) weight of each round where all noise is as declared."""
 
 
 def _client_trials(workload: Workload, taken: Collection[tuple[int, ...]]) -> _Trials:

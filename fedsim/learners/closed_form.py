@@ -80,11 +80,7 @@ class ClosedForm(OneRelease):
     """Runs a closed-form learner of tables on one stack's federation."""
 
     def __init__(self, problem: Problem, kind: ReleaseKind, columns: int) -> None:
-        """Prepares releases of `kind` by a random matrix of `columns` columns (0: by none).
-
-        Raises:
-            FedsimError: the table has more than two classes.
-        """
+        """Prepares releases of `kind` by a random matrix of `columns` columns (0: by none)."""
         assert isinstance(problem.dataset, Table)
         self.table = problem.dataset
         if len(self.table.classes or ()) > 2:
@@ -195,7 +191,7 @@ class Sketch(Learner):
         return "sketch"
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner to one stack's federation; more than two classes are a FedsimError."""
+        """Binds the learner to one stack's federation."""
         return _Sketching(problem, "sketch", self.columns)
 
 

@@ -60,12 +60,7 @@ class LeastSquares(Learner):
         return _KINDS[self.method]
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner to one stack's federation.
-
-        Raises:
-            FedsimError: a sketch (`sketch`, `als`) has no more columns than features, or the table
-                has more than two classes.
-        """
+        """Binds the learner to one stack's federation."""
         return _LinearRegression(problem, self.method, self.columns or 0)
 
 

@@ -141,12 +141,7 @@ class NTK(Learner):
         return _KINDS[self.release]
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner to one stack's federation.
-
-        Raises:
-            FedsimError: weights of the model cannot be read, there are too many features, or
-                several clients would release models.
-        """
+        """Binds the learner to one stack's federation."""
         return _Ensemble(problem, self) if self.release == "form" else _Single(problem, self)
 
 

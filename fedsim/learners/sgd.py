@@ -59,11 +59,7 @@ class SGD(TrainingLearner):
     data = Dataset
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner to one stack's federation.
-
-        Raises:
-            FedsimError: the model does not fit the images.
-        """
+        """Binds the learner to one stack's federation."""
         return _SGDTraining(problem)
 
 

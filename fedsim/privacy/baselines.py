@@ -139,11 +139,7 @@ def kan_noise(
 def kan_epsilon(
     noise: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """Computes the least ε for which `kan_noise` is no more than the multiplier `noise`.
-
-    Raises:
-        FedsimError: the theorem does not apply, see `kan_noise`.
-    """
+    """Computes the least ε for which `kan_noise`, whose errors it has, is at most `noise`."""
     reach = _reach(delta, steps=steps, sampling_rate=sampling_rate, correlation=correlation)
     exact = float(gaussian.epsilon(noise / reach, (1 - _SHARE) * delta))
     return max(_classical(delta) * reach / noise, exact)

@@ -114,11 +114,7 @@ def _with_unit(made: Stated, answer: Answer) -> Answer:
 
 
 def require_finite(found: _Found) -> _Found:
-    """Returns the dataclass `found` if its numbers could be computed.
-
-    Raises:
-        FedsimError: a field is NaN, or infinite; ε and log δ may be infinite.
-    """
+    """Returns the dataclass `found` if no number in it is NaN, nor infinite but for ε and log δ."""
     for name, value in asdict(found).items():
         numbers = _numbers(value)
         # ε may be infinite (nothing is claimed), and so may log δ (δ = 0); noise may not.
@@ -173,7 +169,11 @@ def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
     """
     cls = load(mechanism, part)
     missing = [k for k, field in cls.model_fields.items() if field.is_required() and k not in keys]
-    lines = [f"{key}: missing; add {key}=... ({_describe(cls, key)})" for key in missing]
+    told = plugins.descriptions(cls)
+    lines = [
+        f"{key}: missing; add {key}=... ({' '.join(told.get(key, 'required').split()).rstrip('.')})"
+        for key in missing
+    ]
     try:
         return cls.model_validate(dict(keys))
     except ValidationError as error:
@@ -191,11 +191,7 @@ def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
 
 
 def parse(words: list[str] | None) -> dict[str, Any]:
-    """Parses words `key=value` into ints, floats or else strings by key; None stands for no words.
-
-    Raises:
-        FedsimError: a word has no `=`, or a key is given twice.
-    """
+    """Parses words `key=value`, each once, into ints, floats or else strings; None is no words."""
     keys: dict[str, Any] = {}
     for word in words or []:
         key, sign, text = word.partition("=")
@@ -253,10 +249,6 @@ def _number(text: str) -> Any:
     return text
 
 
-def _describe(cls: type[BaseModel], key: str) -> str:
-    return " ".join(plugins.descriptions(cls).get(key, "required").split()).rstrip(".")
-
-
 def _epsilon(value: float) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise FedsimError(f"epsilon: got {value:g}; expected a finite number of at least 0")
@@ -281,11 +273,7 @@ _LOWEST = -30.0
 
 
 def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) -> None:
-    """Writes a PNG of the curve of `mechanism` with `keys` to `path`, with the `answer` marked.
-
-    Raises:
-        FedsimError: the file's name does not end in .png, or a key is wrong.
-    """
+    """Writes a PNG of the curve of `mechanism` with `keys` to `path`, with the `answer` marked."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -313,8 +301,10 @@ def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) ->
         axes.plot(epsilons, powers, style, color=color, label=label, linewidth=1.8)
     if math.isfinite(answer.epsilon) and math.isfinite(shown):
         axes.plot([answer.epsilon], [shown], "o", color="#222222", markersize=6)
+        # Below 1e-308 a double underflows to 0, so that the power itself is written.
+        power = f"{10**shown:.3g}" if shown > -300 else f"10^{shown:.1f}"
         axes.annotate(
-            f"ε = {answer.epsilon:.4g}, δ = {_power(shown)}",
+            f"ε = {answer.epsilon:.4g}, δ = {power}",
             (answer.epsilon, shown),
             xytext=(8, 8),
             textcoords="offset points",
@@ -333,8 +323,3 @@ def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) ->
     if len(lines) > 1:
         axes.legend(frameon=False)
     figure.savefig(path, format="png")
-
-
-def _power(exponent: float) -> str:
-    # Below 1e-308 a double underflows to 0, so that the power itself is written.
-    return f"{10**exponent:.3g}" if exponent > -300 else f"10^{exponent:.1f}"

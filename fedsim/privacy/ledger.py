@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedsim.contracts.guarantee import Composed, ExactMechanism, Mechanism, Proven, Release
+from fedsim.contracts.guarantee import Composed, Mechanism, Proven, Release
 from fedsim.contracts.stack import Stack
 from fedsim.privacy.composition import curves
 from fedsim.privacy.numerics import gaussian
@@ -138,7 +138,11 @@ def _claim_of(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyCla
         probes = sum(probe.count * probe.releases for probe in entry.probes)
         # Nothing is sampled here, so that every release counts, repeated ones and probes as well.
         releases = entry.rounds + entry.repeated_rounds * entry.repeats + probes
-        epsilon, accountant = _of_statistic(mechanism, releases, delta), mechanism.accountant
+        if isinstance(mechanism, Composed):
+            epsilon = curves.of_mechanisms(mechanism.parts * releases, delta)
+        else:
+            epsilon = mechanism.epsilon(delta, releases) if releases else 0.0
+        accountant = mechanism.accountant
     elif mechanism.shared and mechanism.correlation:
         # A frozen set is hashable for the cache, and keeps equal schedules once.
         taken = frozenset(entry.schedules or [(True,) * rounds])
@@ -268,12 +272,6 @@ def worst_client_sizes(training: LocalTraining, held: Iterable[int]) -> list[int
     # Fewer bins are not proven to be worse, so that the smallest size of each number is kept.
     least = {training.bins(count): count for count in sorted(held, reverse=True)}
     return sorted(least.values())
-
-
-def _of_statistic(mechanism: ExactMechanism | Composed, releases: int, delta: float) -> float:
-    if isinstance(mechanism, Composed):
-        return curves.of_mechanisms(mechanism.parts * releases, delta)
-    return mechanism.epsilon(delta, releases) if releases else 0.0
 
 
 def _claim_nothing(reason: str) -> PrivacyClaim:

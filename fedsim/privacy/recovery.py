@@ -472,17 +472,14 @@ def recovery(keys: Mapping[str, Any]) -> list[DefenseBounds]:
         _dp_sgd(asked),
         _bounds("aggregation", plain, silent, images=asked.images * asked.clients),
         _bounds("dropout", plain, "it hides neurons and adds no noise", kept=asked.kept),
-        DefenseBounds(
-            defense="pruning",
-            **_no_upper(
-                "entries that are kept depend on the weights, so that Stein's lemma does not "
-                "apply (section 3.6)"
-            ),
-            **_no_lower(silent),
-        ),
+        _without_limit("pruning", TensorBound(reason=_PRUNED), silent),
     ]
 
 
+_PRUNED = (
+    "entries that are kept depend on the weights, so that Stein's lemma does not apply "
+    "(section 3.6)"
+)
 _UNCLIPPED = "noise without a bound of one image's part: a large enough gradient shows through it"
 
 
@@ -516,7 +513,7 @@ def _bounds(
         independence=asked.independence,
         steps=steps,
     )
-    return DefenseBounds(defense=defense, **_upper(found), **_no_lower(silent))
+    return _without_limit(defense, found, silent)
 
 
 def _dp_sgd(asked: RecoverySetting) -> DefenseBounds:
@@ -537,21 +534,17 @@ def _dp_sgd(asked: RecoverySetting) -> DefenseBounds:
     )
 
 
-def _upper(found: TensorBound) -> dict[str, Any]:
-    return {
-        "rate": found.rate,
-        "upper": found.value,
-        "valid": found.is_valid,
-        "reason": found.reason,
-    }
-
-
-def _no_upper(reason: str) -> dict[str, Any]:
-    return _upper(TensorBound(reason=reason))
-
-
-def _no_lower(reason: str) -> dict[str, Any]:
-    return {"lower": None, "identified": None, "lower_reason": reason}
+def _without_limit(defense: str, found: TensorBound, silent: str) -> DefenseBounds:
+    return DefenseBounds(
+        defense=defense,
+        rate=found.rate,
+        upper=found.value,
+        valid=found.is_valid,
+        reason=found.reason,
+        lower=None,
+        identified=None,
+        lower_reason=silent,
+    )
 
 
 def describe(bounds: DefenseBounds) -> str:

@@ -251,11 +251,7 @@ class PairCurve:
         seed: int,
         most: int = work.MOST,
     ) -> None:
-        """Checks the work; draws (so many for each direction) are made when first asked for.
-
-        Raises:
-            TooMuchWork: the draws take more than `most` numbers.
-        """
+        """Checks the work; the `draws` of each direction are made when first asked for."""
         work.check(
             participations.work(draws),
             "use fewer steps or draws, less correlation, or sampling: fixed_size, whose bound "
@@ -270,11 +266,7 @@ class PairCurve:
         return self._draws_of(direction, rounding if self._of.rounded else "up")
 
     def at(self, epsilon: float) -> SampledDelta:
-        """Estimates δ at `epsilon` in the direction where it is larger, with its interval.
-
-        Raises:
-            TooFewDraws: too few draws reach so far into the tail.
-        """
+        """Estimates δ at `epsilon` in the direction where it is larger, or raises TooFewDraws."""
         forward = self._draws("forward", "down").delta(epsilon)
         reverse = self._draws("reverse", "down").delta(epsilon)
         # δ is the larger of both directions: either's lower end bounds it from below.
@@ -287,11 +279,7 @@ class PairCurve:
         return self._draws("forward", "up").delta(epsilon)[0]
 
     def upper(self, epsilon: float) -> tuple[float, Direction]:
-        """Returns (upper end of δ's interval at `epsilon`, which a claim may use, its direction).
-
-        Raises:
-            TooFewDraws: too few draws reach so far into the tail.
-        """
+        """Returns (upper end of δ's interval, which a claim may use, direction), or TooFewDraws."""
         return self._upper(epsilon)[1:]
 
     def _upper(self, epsilon: float) -> tuple[float, float, Direction]:

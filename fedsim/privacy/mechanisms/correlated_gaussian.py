@@ -300,11 +300,7 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
     """σ: standard deviation of z_t over the clipping norm (not of the correlated noise)."""
 
     def delta(self, epsilon: float) -> Answer:
-        """Computes δ at ε >= 0; an answer by random draws is an estimate with an `interval`.
-
-        Raises:
-            FedsimError: Theorem F.12 does not apply, or the draws do not reach that far.
-        """
+        """Computes δ at ε >= 0; an answer by random draws is an estimate with an `interval`."""
         if self.variant == "paper":
             noise, found = self.noise_multiplier, self._paper_delta(epsilon)
             return self._answer(epsilon, found, noise, baselines.KAN_METHOD)
@@ -398,10 +394,6 @@ class CorrelatedCalibration(_CorrelatedKeys, Calibration):
 
         The answer has it as `noise_multiplier` and as `sigma`. Where draws are needed, the upper
         end of δ's interval, of draws that the search has not seen, stays below `delta`.
-
-        Raises:
-            FedsimError: no noise is enough, Theorem F.12 does not apply, or draws are too few or (a
-                TooMuchWork) too long.
         """
         if self.variant == "paper":
             noise = self._paper_noise(epsilon, delta)

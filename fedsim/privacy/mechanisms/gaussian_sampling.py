@@ -118,11 +118,7 @@ class GaussianSamplingCalibration(Neighbours, Calibration):
     """Finds how many Gaussian vectors may be drawn from a private covariance at a given (ε, δ)."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Computes the largest number of draws k that is (ε, δ)-private, in field `draws`.
-
-        Raises:
-            FedsimError: not even one draw is private.
-        """
+        """Computes the largest number of draws k that is (ε, δ)-private, in field `draws`."""
         draws = wishart.max_draws(self.separation(), epsilon, delta)
         if draws == 0:
             raise FedsimError(

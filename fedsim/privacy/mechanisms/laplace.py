@@ -154,11 +154,7 @@ class TruncatedLaplaceCalibration(Sensitivity, Calibration):
     """Truncated Laplace noise on one number: its scale and bound."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Computes the noise that is (ε, δ)-private: scale sensitivity / ε with the least bound.
-
-        Raises:
-            FedsimError: ε is 0, or the bound is beyond what can be computed.
-        """
+        """Computes the noise that is (ε, δ)-private: scale sensitivity / ε with the least bound."""
         most = float(bound(self.sensitivity, epsilon, delta))
         if not math.isfinite(most):
             raise FedsimError(

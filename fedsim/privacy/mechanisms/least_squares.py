@@ -194,11 +194,7 @@ def _search(
 
 
 def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
-    """Finds the largest bound on leverages in [B, b] at which every row's δ is at most `delta`.
-
-    Raises:
-        FedsimError: an argument is out of range, or the bound is below 1e-50.
-    """
+    """Finds the largest bound, from 1e-50 on, on q at which every row's δ is at most `delta`."""
 
     def log_worst(odds: float, rounds: int = _ROUNDS) -> float:
         return _search(float(1 / (1 + np.exp(-odds))), r, d, epsilon, rounds).log_delta
@@ -377,37 +373,33 @@ class LeastSquaresCalibration(Calibration):
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """Computes the least σ that is (ε, δ)-private; 0 where the declared rows need none."""
+        allowed: float | None = None
+        way: Direction | None = None
         if min(self.leverage, self.residual) < 1:
-            return self._relative(epsilon, delta)
-        found = sigma(self.row_norm, self.r, self.d, epsilon, delta, self.variant)
-        # `paper` noise assumes leverages that no row has: there is no largest one to state.
-        allowed, way = None, None
-        if self.variant == "tight":
-            allowed = self.row_norm**2 / (self.row_norm**2 + found**2)
-            way = worst(allowed, self.r, self.d, epsilon).direction
+            if self.variant == "paper":
+                raise FedsimError("variant: paper knows no leverage or residual; use variant=tight")
+            how, found, allowed = (
+                "relative to the declared leverage and residual",
+                0.0,
+                self.leverage,
+            )
+            known = (self.leverage, self.residual, self.r, self.d)
+            if not is_private(*known, epsilon, delta):
+                allowed = max_leverage(epsilon, delta, self.r, self.d)
+                found = lowering(allowed, self.row_norm, self.leverage)
+        else:
+            how = f"{self.variant} noise"
+            found = sigma(self.row_norm, self.r, self.d, epsilon, delta, self.variant)
+            # `paper` noise assumes leverages that no row has: there is no largest one to state.
+            if self.variant == "tight":
+                allowed = self.row_norm**2 / (self.row_norm**2 + found**2)
+                way = worst(allowed, self.r, self.d, epsilon).direction
         return Answer(
             epsilon=epsilon,
             delta=delta,
             log_delta=float(np.log(delta)),
-            method=f"{_METHOD}, {self.variant} noise",
+            method=f"{_METHOD}, {how}",
             direction=way,
-            sigma=found,
-            noise_multiplier=found / self.row_norm,
-            max_leverage=allowed,
-        )
-
-    def _relative(self, epsilon: float, delta: float) -> Answer:
-        if self.variant == "paper":
-            raise FedsimError("variant: paper knows no leverage or residual; use variant=tight")
-        found, allowed = 0.0, self.leverage
-        if not is_private(self.leverage, self.residual, self.r, self.d, epsilon, delta):
-            allowed = max_leverage(epsilon, delta, self.r, self.d)
-            found = lowering(allowed, self.row_norm, self.leverage)
-        return Answer(
-            epsilon=epsilon,
-            delta=delta,
-            log_delta=float(np.log(delta)),
-            method=f"{_METHOD}, relative to the declared leverage and residual",
             sigma=found,
             noise_multiplier=found / self.row_norm,
             max_leverage=allowed,

@@ -97,7 +97,7 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
         FedsimError: a shape does not fit, a number is not finite, a covariance is not symmetric or
             indefinite, or so ill-conditioned that its rank cannot be told.
     """
-    means = [_vector(name, mean) for name, mean in (("mean1", mean1), ("mean2", mean2))]
+    means = [_array(name, mean, 1) for name, mean in (("mean1", mean1), ("mean2", mean2))]
     covs = [_covariance(name, cov) for name, cov in (("cov1", cov1), ("cov2", cov2))]
     size = len(means[0])
     for name, array in (("mean2", means[1]), ("cov1", covs[0]), ("cov2", covs[1])):
@@ -215,10 +215,6 @@ def _array(name: str, value: Any, dimensions: int) -> Array:
     return array
 
 
-def _vector(name: str, value: Any) -> Array:
-    return _array(name, value, 1)
-
-
 def _covariance(name: str, value: Any) -> Array:
     array = _array(name, value, 2)
     if array.shape[0] != array.shape[1]:
@@ -290,11 +286,7 @@ class NormalCurve(ExactCurve):
         return super().epsilon(delta)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """Computes log δ of the first distribution against the second (`forward`), and `reverse`.
-
-        Raises:
-            FedsimError: the file cannot be read, or holds no such distributions.
-        """
+        """Computes log δ of the first distribution against the second, and of the `reverse`."""
         return {way: pair.log_delta(epsilons) for way, pair in self._pairs().items()}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:

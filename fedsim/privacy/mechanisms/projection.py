@@ -68,11 +68,7 @@ def bound(sigma: float, row_norm: float, leverage: float) -> float:
 
 
 def lowering(allowed: float, row_norm: float, leverage: float) -> float:
-    """Computes the least σ for which `bound` is at most `allowed`; 0 if `leverage` is no more.
-
-    Raises:
-        FedsimError: no finite σ is enough.
-    """
+    """Computes the least σ for which `bound` is at most `allowed`; if none is, a FedsimError."""
     if allowed >= leverage:
         return 0.0
     if allowed <= 0:

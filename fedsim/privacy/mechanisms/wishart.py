@@ -105,11 +105,7 @@ def epsilon(k: float, separation: float | Array, delta: float) -> float:
 
 
 def max_draws(separation: float | Array, epsilon: float, delta: float) -> int:
-    """Finds the largest number of draws k that is (ε, δ)-private; 0 if none is.
-
-    Raises:
-        FedsimError: an argument is out of range, or more than 10^12 draws are private.
-    """
+    """Finds the largest number of draws k, up to 10^12, that is (ε, δ)-private; 0 if none is."""
     target = float(np.log(require_delta(delta)))
     low, high = 0, 1
     # δ rises with k: doubling brackets the largest private k, and bisection finds it.

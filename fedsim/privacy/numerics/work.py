@@ -65,11 +65,7 @@ _STEPS = 1000
 
 
 def check(work: int, remedy: str, most: int = MOST) -> None:
-    """Refuses an amount of work, in numbers computed, above `most`; `remedy` ends the message.
-
-    Raises:
-        TooMuchWork: `work` exceeds `most`.
-    """
+    """Refuses work of more than `most` numbers by a TooMuchWork; `remedy` ends its message."""
     if work > most:
         raise TooMuchWork(
             f"this takes about {work:.1e} numbers, and at most {most:.0e} are computed; {remedy}"
