@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.guarantee import Guarantee
-from fedsim.contracts.stack import chain
+from fedsim.contracts.stack import Stack, chain
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.scenario.resolve import resolve
@@ -55,27 +56,23 @@ def test_without_noise_it_is_clipped_sgd() -> None:
     assert noisy(0.7, 0.0).guarantee(Guarantee(), DECLARED).mechanism is None
 
 
+def take_step(of: Stack | CorrelatedNoise, seed: int) -> Tensors:
+    """What a client with gradients of zero releases in a step."""
+    direction = of.gradient(local_step(still, _never, 4))
+    return direction({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(seed))
+
+
 def test_a_client_that_failed_in_between_forgets_nothing_and_leaks_nothing() -> None:
     stack = chain(noisy(0.6))
     with stack.memory_of({}) as left:
-        stack.gradient(local_step(still, _never, 4))(
-            {"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(0)
-        )
+        take_step(stack, 0)
     kept = dict(left)
     with pytest.raises(RuntimeError), stack.memory_of(kept):
-        stack.gradient(local_step(still, _never, 4))(
-            {"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(1)
-        )
+        take_step(stack, 1)
         raise RuntimeError
     with stack.memory_of({}) as another:
-        first = stack.gradient(local_step(still, _never, 4))
-        found = first({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(5))
-    assert same(
-        found,
-        noisy(0.0).gradient(local_step(still, _never, 4))(
-            {"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(5)
-        ),
-    )
+        found = take_step(stack, 5)
+    assert same(found, take_step(noisy(0.0), 5))
     assert not same(another, kept)
 
 
@@ -127,14 +124,10 @@ def test_it_is_remembered_beside_other_defenses() -> None:
 
 
 def claimed(correlation: float = 0.5, **changes: Any) -> PrivacyClaim:
-    declared = LocalTraining(
-        algorithm=changes.pop("algorithm", "fedsgd"),
-        steps=changes.pop("steps", 1),
-        batch_size=changes.pop("batch_size", 4),
-        lr=0.1,
-        batches=changes.pop("batches", "different"),
-    )
+    fields = {f.name for f in dataclasses.fields(LocalTraining)}
+    local = {key: changes.pop(key) for key in fields & changes.keys()}
     arguments = {"rounds": 20, "num_examples": 100, "delta": 1e-5, **changes}
+    declared = dataclasses.replace(DECLARED, **local)
     return claim(chain(noisy(correlation, 8.0)), declared, Entry(**arguments))
 
 

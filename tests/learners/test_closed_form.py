@@ -240,8 +240,6 @@ NOISE = {"name": "random_projection", "epsilon": 1.0, "delta": 1e-3}
         ({"attacks": ["idlg"]}, "idlg reads updates of a model"),
         ({"learner": {"name": "least_squares"}}, "takes columns with the methods"),
         ({"learner": {"name": "least_squares", "method": "ols", "columns": 9}}, "none with ols"),
-        ({"learner": "sgd", "defenses": {"a": [NOISE]}, "model": "mlp"}, "choose learner sketch"),
-        ({"defenses": {"a": [{"name": "clip", "norm": 1.0}, NOISE]}}, "put it first"),
     ],
 )
 def test_what_a_scenario_cannot_mean(changes: dict[str, Any], message: str) -> None:

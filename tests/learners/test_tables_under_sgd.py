@@ -68,7 +68,6 @@ def _mean(rows: list[dict[str, Any]]) -> float:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "lenet"}, "model: model lenet takes images, and the data are rows of 4"),
         ({"model": {"name": "mlp", "imprint": {}}}, "imprint takes images"),
         ({"attacks": ["deep_leakage"]}, r"attacks\[0\]: deep_leakage takes a model's inputs for"),
         (

@@ -74,33 +74,6 @@ def test_truncated_laplace_is_the_likelihood_ratio_where_both_can_be(sabotage: f
         assert np.isposinf(present).mean() == pytest.approx(0.05, abs=2e-3)
 
 
-def test_the_projection_of_a_whole_matrix_has_the_score_that_is_drawn() -> None:
-    """D'G of a regularized database, drawn in full, and the ratio of its two normal densities."""
-    rng = np.random.default_rng(4)
-    rows, r, sigma = rng.normal(size=(6, 3)), 4, 1.2
-    row = np.array([1.0, -0.5, 2.0])
-    without = rows.T @ rows + sigma**2 * np.eye(3)
-    whole = without + np.outer(row, row)
-    leverage = float(row @ np.linalg.solve(whole, row))
-    appended = np.vstack([rows, sigma * np.eye(3), row])
-    for present in (True, False):
-        used = appended if present else appended[:-1]
-        released = np.einsum("nd,knr->kdr", used, rng.normal(size=(2000, len(used), r)))
-        ratios = sum(
-            multivariate_normal(cov=whole).logpdf(released[:, :, j])
-            - multivariate_normal(cov=without).logpdf(released[:, :, j])
-            for j in range(r)
-        )
-        along = np.linalg.solve(whole, row) @ released
-        squares = (along**2).sum(1)
-        score = squares / (2 * (1 - leverage)) + r / 2 * math.log1p(-leverage)
-        np.testing.assert_allclose(score, ratios, rtol=1e-8, atol=1e-10)
-        drawn = RandomProjectionExperiment(leverage=leverage, r=r).scores(
-            present, 100_000, np.random.default_rng(5)
-        )
-        assert kstest(ratios, drawn).pvalue > 1e-3
-
-
 def test_least_squares_of_a_whole_matrix_has_the_score_that_is_drawn() -> None:
     rng = np.random.default_rng(6)
     rows, d, r = rng.normal(size=(12, 4)), 3, 20

@@ -7,7 +7,7 @@ import math
 import mpmath as mp
 import numpy as np
 import pytest
-from ndis_reference import rotated, two_groups
+from ndis_reference import rotated
 
 from fedsim.privacy.mechanisms import normal
 from fedsim.privacy.numerics import gaussian
@@ -45,33 +45,6 @@ def test_three_dimensions_agree_with_the_moments_of_the_matrices(seed: int, epsi
         log_moment, at = log_moment_of(*pair)
         expected = rotated(log_moment, epsilon, at)
         found = float(np.exp(normal.pair(*pair).log_delta(epsilon)))
-        assert abs(found / expected - 1) < 1e-9
-
-
-@pytest.mark.parametrize(
-    ("a1", "a2"), [pytest.param(0.4, -0.02, marks=pytest.mark.slow), (-0.2, -0.01)]
-)
-def test_fifty_dimensions_agree_with_two_groups_in_disguise(a1: float, a2: float) -> None:
-    """N(0, I) against a normal whose precision is 1 - a1 once and 1 - a2 else, both mixed up."""
-    size, b1, epsilon = 50, 0.7, 0.4
-    stream = np.random.default_rng(5)
-    rotation, _ = np.linalg.qr(stream.normal(size=(size, size)))
-    mix = stream.normal(size=(size, size)) / 7 + np.eye(size)
-    precision = np.full(size, 1 - a2)
-    precision[0] = 1 - a1
-    mean2 = np.zeros(size)
-    mean2[0] = b1 / (1 - a1)  # b = precision of the second times the difference of the means
-    place = mix @ rotation
-    cov2 = place @ np.diag(1 / precision) @ place.T
-    pair = normal.pair(np.zeros(size), mix @ mix.T, place @ mean2, cov2)
-    found = float(np.exp(pair.log_delta(epsilon)))
-    with mp.workdps(20):
-        c = (
-            epsilon
-            + (mp.log(1 - mp.mpf(a1)) + 49 * mp.log(1 - mp.mpf(a2))) / 2
-            - mp.mpf(b1) ** 2 / (1 - mp.mpf(a1)) / 2
-        )
-        expected = two_groups(mp.mpf(a1), mp.mpf(a2), mp.mpf(b1), c, size - 1)
         assert abs(found / expected - 1) < 1e-9
 
 
