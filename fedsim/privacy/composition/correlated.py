@@ -222,11 +222,6 @@ def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
     return float(np.linalg.norm(accumulate(present, correlation), axis=1).max())
 
 
-def log_delta(noise_multiplier: float, epsilon: float, reach: float) -> float:
-    """Computes the exact log δ(ε) where an example moves C G by `reach` > 0 norms at most."""
-    return float(gaussian.log_delta(noise_multiplier / reach, epsilon))
-
-
 def log_delta_revealed(
     noise_multiplier: float,
     epsilon: float,
@@ -315,13 +310,8 @@ def log_delta_fixed_size(
         # This is ε' - ε, in a form in which exp(ε) cannot overflow.
         gain = math.log1p(-(1 - drawn) * math.exp(-epsilon)) - math.log(drawn)
         epsilon += max(0.0, gain)
-    return log_delta_revealed(
-        noise_multiplier,
-        epsilon,
-        steps=steps,
-        sampling_rate=sampling_rate,
-        correlation=correlation,
-        factor=factor,
+    return _log_mean_delta(
+        noise_multiplier, epsilon, factor, *_group_norms(steps, sampling_rate, correlation)
     )
 
 

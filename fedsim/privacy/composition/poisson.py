@@ -38,11 +38,6 @@ _ROUNDING_OF_LOGS = 1e-11
 """Relative rounding of a moment's logarithm, whose terms are logarithms up to 1e4."""
 
 
-def log_delta(noise: float, epsilon: float, *, steps: int, sampling_rate: float) -> float:
-    """Computes log of the least proven δ at ε; neighbours have one example more or less."""
-    return least_bound(noise, epsilon, steps=steps, sampling_rate=sampling_rate)[0]
-
-
 def least_bound(
     noise: float, epsilon: float, *, steps: int, sampling_rate: float
 ) -> tuple[float, str]:

@@ -31,7 +31,7 @@ from fedsim.privacy.contract import (
     KnownMechanism,
     PositiveSize,
 )
-from fedsim.privacy.numerics import work
+from fedsim.privacy.numerics import gaussian, work
 from fedsim.privacy.numerics.special import Array, least
 from fedsim.types import FedsimError
 from fedsim.words import number_of
@@ -226,7 +226,7 @@ class _CorrelatedKeys(_Steps):
         if self._always or self.sampling == "single_epoch":
             count = None if self._always else 1
             reach = factor * correlated.sensitivity(self.steps, self.correlation, count)
-            return lambda noise, eps: correlated.log_delta(noise, eps, reach), _EXACT
+            return lambda noise, eps: float(gaussian.log_delta(noise / reach, eps)), _EXACT
         if self.sampling == "fixed_size":
             return (
                 lambda noise, eps: correlated.log_delta_fixed_size(
@@ -237,9 +237,9 @@ class _CorrelatedKeys(_Steps):
         # Without correlation the sampled steps are independent, and their curve needs no draws.
         if self.sampling == "poisson" and self.correlation == 0:
             return (
-                lambda noise, eps: poisson.log_delta(
+                lambda noise, eps: poisson.least_bound(
                     noise, eps, steps=self.steps, sampling_rate=self.sampling_rate
-                ),
+                )[0],
                 poisson.PLD,
             )
         return None
