@@ -53,12 +53,9 @@ def permutation(count: int, rng: torch.Generator) -> Tensor:
 
 
 def mix(values: Tensor, weights: Tensor, partners: Tensor) -> Tensor:
-    """Returns the weighted means of several of the `values` (B, ...), for each one.
+    """Returns weighted means of several `values` (B, ...) each: of the `partners` (B, k), by place.
 
-    Args:
-        values: images or labels of a batch.
-        weights: (B, k), whose rows sum to 1.
-        partners: (B, k) int64, places in the batch of the values in each mean.
+    The rows of the `weights` (B, k) sum to 1.
     """
     # One weight for all entries of an image.
     spread = weights.to(values)[(..., *[None] * (values.ndim - 1))]

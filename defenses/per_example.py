@@ -28,17 +28,10 @@ def clipped_mean(
 ) -> dict[str, Tensor]:
     """Computes the sum of the examples' clipped gradients, divided by `batch_size`.
 
-    Each gradient is clipped to the L2 norm `norm`, over all tensors together; one that is not
-    finite counts as zero. The result is in float64, as float32 would round it by more than one
-    example may move it. Rounding is safe after noise has been added.
-
-    Args:
-        loss: function that computes the loss of a batch.
-        parameters: tensors to differentiate in, by name.
-        images: (N, ...), the batch's inputs; N may be 0.
-        labels: (N,), their labels.
-        norm: bound on the norm of one example's gradient.
-        batch_size: divisor of the sum, which may differ from N.
+    There are N `images` (N, ...), which may be 0 or another number than `batch_size`. Each gradient
+    is clipped to the L2 norm `norm`, over all tensors together; one that is not finite counts as
+    zero. The result is in float64, as float32 would round it by more than one example may move it.
+    Rounding is safe after noise has been added.
 
     Raises:
         FedsimError: the loss cannot be taken one example at a time.
@@ -46,7 +39,8 @@ def clipped_mean(
     fixed = {name: value.detach() for name, value in parameters.items()}
     total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in fixed.items()}
     # Every example has a gradient as large as the model: only so many are held at once.
-    size = _chunk_size(fixed)
+    each = sum(value.numel() * value.element_size() for value in fixed.values())
+    size = min(_CHUNK_EXAMPLES, max(1, _CHUNK_BYTES // max(1, each)))
     for start in range(0, len(images), size):
         x, y = (part[start : start + size] for part in (images, labels))
         for name, part in _clipped_sum(_per_example(loss, fixed, x, y), norm).items():
@@ -101,7 +95,7 @@ def _lengths(grads: Tensor) -> Tensor:
     """Computes (B,) float64 L2 norms of (B, ...)."""
     # By blocks: the rounding of a float32 sum over millions of entries exceeds any slack, and
     # float64 throughout takes ten times as long.
-    rows = _rows(grads)
+    rows = grads.flatten(1) if grads.dim() > 1 else grads[:, None]
     count = rows.shape[1] // _BLOCK
     blocks = torch.unflatten(rows[:, : count * _BLOCK], 1, (count, _BLOCK))
     parts = [
@@ -139,13 +133,3 @@ def _per_example(
             f"norm: group (or training.local.mode: eval). Cause: {str(error).splitlines()[0]}"
         ) from error
     return grads
-
-
-def _rows(grads: Tensor) -> Tensor:
-    return grads.flatten(1) if grads.dim() > 1 else grads[:, None]
-
-
-def _chunk_size(parameters: Tensors) -> int:
-    """Returns how many examples' gradients are held at once."""
-    per_example = sum(value.numel() * value.element_size() for value in parameters.values())
-    return min(_CHUNK_EXAMPLES, max(1, _CHUNK_BYTES // max(1, per_example)))

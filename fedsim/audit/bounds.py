@@ -238,16 +238,10 @@ def one_run_bound(
 ) -> LowerBound:
     """Computes the largest ε that a run's canaries refute, as a bound with the given confidence.
 
-    It is 0 if they refute none, and never above 64.
-
-    Args:
-        scores: (m,) of the canaries, the higher the likelier included.
-        included: (m,) booleans, each from a fair coin of its own.
-        delta: in (0, 1).
-        confidence: in (0, 1).
-        guesses: even numbers of canaries to guess, half of them (the highest) as included and half
-            (the lowest) as left out. They must not depend on `included`. By default about m, m / 2,
-            m / 4 and m / 8.
+    It is 0 if they refute none, and never above 64. The higher of the (m,) `scores`, the likelier a
+    canary is `included` (m,), which a fair coin of its own decides. `guesses` are even numbers of
+    canaries to guess, half of them (the highest) as included and half (the lowest) as left out.
+    They must not depend on the coins; by default they are about m, m / 2, m / 4 and m / 8.
 
     Raises:
         FedsimError: an argument is out of range, shapes differ, a score is NaN, or there are fewer
@@ -267,7 +261,10 @@ def one_run_bound(
     if np.isnan(values).any():
         raise FedsimError("scores: a score is NaN; the score has to order every canary")
     canaries = len(values)
-    counts = _default_guesses(canaries) if guesses is None else list(guesses)
+    if canaries < 2 and guesses is None:
+        raise FedsimError(f"canaries: expected at least 2, got {canaries}")
+    shares = {max(2, canaries // share // 2 * 2) for share in (1, 2, 4, 8)}
+    counts = sorted(shares) if guesses is None else list(guesses)
     if not counts or not all(0 < n <= canaries and n % 2 == 0 for n in counts):
         raise FedsimError(
             f"guesses: {counts} of {number_of(canaries, 'canary', 'canaries')}; "
@@ -322,13 +319,6 @@ def one_run_p_value(
     # Pr[correct > W >= correct - i] for i from 1 to `correct`, as one running sum.
     below = np.cumsum(binom.pmf(correct - steps, guesses, rate))
     return min(1.0, beta + 2 * canaries * delta * float(np.max(below / steps)))
-
-
-def _default_guesses(canaries: int) -> list[int]:
-    """Returns m, m / 2, m / 4 and m / 8 guesses of m canaries, each even and at least 2."""
-    if canaries < 2:
-        raise FedsimError(f"canaries: expected at least 2, got {canaries}")
-    return sorted({max(2, canaries // share // 2 * 2) for share in (1, 2, 4, 8)})
 
 
 def _largest_refuted(

@@ -66,14 +66,10 @@ def audit(
 ) -> MechanismVerdict:
     """Tries the ε that `mechanism` claims at δ against what an attacker can show of its releases.
 
-    Args:
-        mechanism: its name in the privacy calculator.
-        keys: keys of its experiment; `sabotage` multiplies the noise, unknown to the claim.
-        delta: δ in (0, 1) at which ε is claimed.
-        draws: releases of each world, or canaries of `one_run`; by default those of `DRAWS`.
-        confidence: in (0, 1), that a true claim is not refuted.
-        seed: of the draws; the same seed gives the same verdict.
-        method: two worlds, or one run of the mechanism on `draws` independent rows.
+    `keys` are those of its experiment; `sabotage` multiplies the noise, unknown to the claim.
+    `draws` are releases of each world, or canaries of `one_run`, which is one run of the mechanism
+    on so many independent rows; by default those of `DRAWS`. A true claim is not refuted with the
+    probability `confidence`.
 
     Raises:
         FedsimError: the mechanism or a key is unknown, a value is missing or out of its range, or

@@ -43,14 +43,8 @@ def scores(
     """Runs the federation once; returns (m,) scores of the canaries and (m,) coins.
 
     Both are arguments of `bounds.one_run_bound`. Canaries are ordered by their clients' numbers.
-
-    Args:
-        workload: the federation under one stack.
-        unit: the unit that the claim hides.
-        relation: the claim's relation between neighbours.
-        canaries: most canaries where examples are hidden, equally many of a client. Where clients
-            are hidden, each client is a canary.
-        on_progress: called with (rounds done, all rounds).
+    Where examples are hidden, there are `canaries` at most, equally many of a client; where clients
+    are, each is one. `on_progress` is called with (rounds done, all rounds).
     """
     cast: _Cast
     cast = _Clients(workload) if unit == "client" else _Examples(workload, relation, canaries)

@@ -79,14 +79,9 @@ def audited_epsilon(
 
     Above the claim's ε the bound refutes the claim with the audit's confidence; below, it proves
     nothing. For Gaussian noise without sampling, two worlds give the ε of the strongest Gaussian
-    claim (μ-GDP) that is not refuted. Elsewhere the bound is that of any (ε, δ) claim.
-
-    Args:
-        workload: the federation under the stack.
-        claim: what the ledger says of the stack; it has passed `check`.
-        audit: the audit's settings, such as its method and number of canaries.
-        taken: for each client, the rounds that it takes part in.
-        on_progress: called with (done, total), in trainings of the canary or rounds of one run.
+    claim (μ-GDP) that is not refuted. Elsewhere the bound is that of any (ε, δ) claim. The `claim`
+    has passed `check`, and `taken` has for each client the rounds that it takes part in.
+    `on_progress` is called with (done, total) trainings of the canary, or rounds of one run.
     """
     assert claim.unit is not None
     assert claim.relation is not None

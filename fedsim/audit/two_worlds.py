@@ -182,13 +182,9 @@ def scores(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Trains one client many times; returns its (canaries,) scores without the canary and with it.
 
-    Args:
-        workload: the federation under one stack.
-        unit: the unit that the claim hides.
-        relation: the claim's relation between neighbours.
-        taken: for each client, the numbers of the rounds that it takes part in, from 1.
-        canaries: number of trainings in each world.
-        on_progress: called with (trainings done, all trainings).
+    `taken` has for each client the numbers of the rounds that it takes part in, from 1, and
+    `canaries` is the number of trainings in each world. `on_progress` is called with (trainings
+    done, all).
     """
     trials = (
         _client_trials(workload, taken)

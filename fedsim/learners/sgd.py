@@ -257,19 +257,11 @@ def train(
 ) -> Trained:
     """Trains on `batches` as `training` says, and returns the result before the update defenses.
 
-    Model, weights, buffers and batches are on one device, and so is the result. Defenses with a
-    memory go on from a client's earlier steps only inside `stack.memory_of`.
-
-    Args:
-        model: computes the loss.
-        spec: describes the model, for defenses.
-        parameters: the global weights to start from.
-        buffers: the global buffers; they stay as they are.
-        batches: (normalized images (B, C, H, W), labels (B,)), one per step; where B varies, sums
-            are divided by `training.batch_size`.
-        training: as changed by the stack's training defenses.
-        stack: its training defenses make the direction of a step.
-        generator: stream of the defenses' and dropout's draws, on the CPU.
+    Model, weights, buffers (which stay as they are) and batches are on one device, and so is the
+    result; the `generator` is on the CPU. A batch for each step is (normalized images (B, C, H, W),
+    labels (B,)); where B varies, sums are divided by `training.batch_size`. `training` is as
+    changed by the training defenses of the `stack`, which make the direction of a step. Defenses
+    with a memory go on from a client's earlier steps only inside `stack.memory_of`.
     """
     updated = {name: value.clone() for name, value in buffers.items()}
     loss = loss_function(model, updated, training)

@@ -116,18 +116,13 @@ def _with_unit(made: Stated, answer: Answer) -> Answer:
 def require_finite(found: _Found) -> _Found:
     """Returns the dataclass `found` if no number in it is NaN, nor infinite but for ε and log δ."""
     for name, value in asdict(found).items():
-        numbers = _numbers(value)
+        each = tuple(value.values()) if isinstance(value, dict) else value
+        each = each if isinstance(each, tuple) else (each,)
+        numbers = [number for number in each if isinstance(number, float)]
         # ε may be infinite (nothing is claimed), and so may log δ (δ = 0); noise may not.
         if any(map(math.isnan, numbers)) or (name in _FINITE and any(map(math.isinf, numbers))):
             raise _out_of_reach(f"{name} is not a finite number")
     return found
-
-
-def _numbers(value: Any) -> list[float]:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    each = value if isinstance(value, tuple) else (value,)
-    return [number for number in each if isinstance(number, float)]
 
 
 def _out_of_reach(cause: str) -> FedsimError:

@@ -198,17 +198,10 @@ def tensor_bound(
     """Returns Theorem B.1's bound at `rate`, with what of its conditions can be checked.
 
     With every hidden constant and logarithm taken for 1 the conditions are the easiest to meet: a
-    bound that fails here fails whatever they are.
-
-    Args:
-        rate: `tensor_rate` of the same setting, noise and dropout included.
-        width: m, neurons left by dropout.
-        dimension: d of the features.
-        images: B, or those of all steps or clients together.
-        classes: K.
-        activation: σ of the head.
-        independence: π_min, the least singular value of the unit features, in (0, 1].
-        steps: gradient steps of the update; the paper proves one and two.
+    bound that fails here fails whatever they are. `rate` is `tensor_rate` of the same setting,
+    noise and dropout included, but `width` counts neurons left by dropout. `independence` is π_min
+    in (0, 1], the least singular value of the unit features. Of `steps`, the paper proves one and
+    two.
 
     Raises:
         ValueError: the activation is unknown, or `independence` not in (0, 1].

@@ -25,6 +25,9 @@ DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
 IMAGES, LABELS = torch.randn(4, 1, 2, 2, generator=stream(0)), torch.tensor([0, 1, 2, 0])
 
 
+NOISE = {"norm": 1.0, "noise_multiplier": 2.0}
+
+
 def noisy(correlation: float, multiplier: float = 1.5) -> CorrelatedNoise:
     return CorrelatedNoise(norm=0.8, noise_multiplier=multiplier, correlation=correlation)
 
@@ -85,15 +88,11 @@ def test_it_is_remembered_beside_other_defenses() -> None:
         "model": {"name": "kan", "hidden": 4},
         "training": {"rounds": 3, "local": {"batch_size": 4}},
         "defenses": {
-            "none": [],
-            **{
-                f"c{correlation}": [
-                    {"name": "correlated_noise", "norm": 1.0, "noise_multiplier": 2.0}
-                    | {"correlation": correlation},
-                    {"name": "top_k", "ratio": 1.0},
-                ]
-                for correlation in (0.0, 0.5)
-            },
+            f"c{correlation}": [
+                {"name": "correlated_noise", **NOISE, "correlation": correlation},
+                {"name": "top_k", "ratio": 1.0},
+            ]
+            for correlation in (0.0, 0.5)
         },
         "attacks": [],
         "observe": {"batch_sizes": [2]},

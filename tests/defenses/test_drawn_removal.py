@@ -19,13 +19,11 @@ class DrawnRemoval(UpdateDefense):
     paper: ClassVar[str] = "Stich, Cordonnier and Jaggi, Sparsified SGD, NeurIPS 2018, section 2"
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Nothing is remembered."""
         return {}
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Draws anew each time."""
         kept = {name: uniform(tensor.shape, rng) < 0.5 for name, tensor in update.items()}
         return {
             name: torch.where(kept[name], tensor, torch.zeros_like(tensor))
@@ -33,11 +31,9 @@ class DrawnRemoval(UpdateDefense):
         }, state
 
     def effect(self, before: Guarantee) -> Effect:
-        """A zero tells nothing."""
         return Effect(removed="others")
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """What was proven before: which entries go does not depend on them."""
         return before
 
 
@@ -52,7 +48,6 @@ class Jittered(DrawnRemoval):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Removes and multiplies."""
         removed, state = super().apply(update, state, rng)
         factor = float(uniform((1,), rng))
         return {name: factor * tensor for name, tensor in removed.items()}, state

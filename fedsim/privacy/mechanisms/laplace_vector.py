@@ -46,9 +46,15 @@ _UP = 1 + 1e-12
 
 def outside(distance: float, scale: float, bound: float, dimension: int) -> float:
     """Bounds δ∞, the probability that some entry's noise tells the neighbours apart for sure."""
-    t, reach = _arguments(distance, scale, bound, dimension)
+    for name, value in (("distance", distance), ("scale", scale), ("bound", bound)):
+        require_range(
+            name, value, np.finfo(float).tiny, np.finfo(float).max, "a finite number above 0"
+        )
+    if dimension < 1:
+        raise FedsimError(f"dimension: got {dimension}; expected at least 1")
     with np.errstate(over="ignore"):
-        return float(min(1.0, _spread(t, dimension) / (2 * np.expm1(reach))))
+        lost = _spread(distance / scale, dimension) / (2 * np.expm1(bound / scale))
+    return float(min(1.0, lost))
 
 
 def log_delta(
@@ -130,13 +136,3 @@ def _spread(t: float, dimension: int) -> float:
         return dimension * math.expm1(t / root)
     with np.errstate(over="ignore"):
         return float(min(root * np.expm1(t), np.expm1(root * t)))
-
-
-def _arguments(distance: float, scale: float, bound: float, dimension: int) -> tuple[float, float]:
-    for name, value in (("distance", distance), ("scale", scale), ("bound", bound)):
-        require_range(
-            name, value, np.finfo(float).tiny, np.finfo(float).max, "a finite number above 0"
-        )
-    if dimension < 1:
-        raise FedsimError(f"dimension: got {dimension}; expected at least 1")
-    return distance / scale, bound / scale

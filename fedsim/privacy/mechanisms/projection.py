@@ -90,15 +90,10 @@ def regularize_leverage(leverage: float, sabotage: float) -> float:
 def log_delta(
     leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
 ) -> Array:
-    """Computes log δ of a Gaussian random projection for a row of given leverage.
+    """Computes log δ of a Gaussian random projection onto `r` columns for a row of given leverage.
 
-    The result is right where δ underflows. The arguments broadcast.
-
-    Args:
-        leverage: of the row, in [0, 1]; a leverage below 1e-300 counts as 1e-300.
-        r: columns of the projection, at least 1.
-        epsilon: at least 0.
-        direction: `forward` is the removal of the row; `both` is the larger, which is `forward`.
+    The result is right where δ underflows. A leverage below 1e-300 counts as 1e-300. The direction
+    `forward` is the removal of the row; `both` is the larger, which is `forward`.
 
     >>> float(np.exp(log_delta(0.1, 20, 1.0)).round(8))
     0.00190344
