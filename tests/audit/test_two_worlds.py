@@ -56,14 +56,8 @@ def audited_epsilon(audited: Workload) -> float | None:
     return row and float(row["audited_epsilon"])
 
 
-@pytest.mark.parametrize(
-    ("stack", "found"),
-    [
-        ("client", 0.5),
-        pytest.param("hidden", 0.5, marks=pytest.mark.slow),
-        pytest.param("sparse", 0.3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stack", "found"), [("client", 0.5), ("hidden", 0.5), ("sparse", 0.3)])
 def test_a_clients_claim_is_approached_and_not_exceeded(stack: str, found: float) -> None:
     audited = workload(stack)
     claim = rows.spent(audited, 2)
