@@ -19,12 +19,7 @@ _BLOCK = 256
 
 
 def clipped_mean(
-    loss: LossFn,
-    parameters: Tensors,
-    images: Tensor,
-    labels: Tensor,
-    norm: float,
-    batch_size: int,
+    loss: LossFn, parameters: Tensors, images: Tensor, labels: Tensor, norm: float, batch_size: int
 ) -> dict[str, Tensor]:
     """Computes the sum of the examples' clipped gradients, divided by `batch_size`.
 

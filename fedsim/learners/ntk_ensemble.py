@@ -302,9 +302,5 @@ class _Single(_KernelRegression):
 
     def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
         return ntk.predict(
-            rows,
-            parameters[FEATURES],
-            parameters[ALPHA],
-            self._weights,
-            scale=self._learner.scale,
+            rows, parameters[FEATURES], parameters[ALPHA], self._weights, scale=self._learner.scale
         )

@@ -412,11 +412,7 @@ def _renyi(
     multiplier: float, batch_size: int, num_examples: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Computes (orders, Rényi divergences) of a batch sampled without replacement."""
-    from dp_accounting import (
-        GaussianDpEvent,
-        NeighboringRelation,
-        SampledWithoutReplacementDpEvent,
-    )
+    from dp_accounting import GaussianDpEvent, NeighboringRelation, SampledWithoutReplacementDpEvent
     from dp_accounting.rdp import RdpAccountant
 
     # The multiplier is relative to the sensitivity of replacing one example: unlike the PLD

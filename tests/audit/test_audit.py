@@ -176,8 +176,7 @@ def test_the_p_value_is_the_theorems(
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "delta"),
-    [slow(0.5, 0.0), slow(2.0, 0.0), (1.0, 0.02), (0.3, 0.1)],
+    ("epsilon", "delta"), [slow(0.5, 0.0), slow(2.0, 0.0), (1.0, 0.02), (0.3, 0.1)]
 )
 @pytest.mark.parametrize("together", [False, True])
 def test_at_the_true_epsilon_it_rejects_no_more_than_its_confidence_allows(

@@ -82,14 +82,7 @@ def honest(drawn: list[Noise]) -> Noise:
     return drawn[-1]
 
 
-LIES: list[Lie] = [
-    spared_tensor,
-    spared_entry,
-    signs,
-    same_again,
-    taken_back,
-    same_in_all_tensors,
-]
+LIES: list[Lie] = [spared_tensor, spared_entry, signs, same_again, taken_back, same_in_all_tensors]
 
 
 def bound_of(workload: Workload) -> tuple[float, float]:
@@ -121,10 +114,7 @@ def test_a_clients_noise(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "lie",
-    [spared_tensor, signs, same_again, same_in_all_tensors, honest],
-)
+@pytest.mark.parametrize("lie", [spared_tensor, signs, same_again, same_in_all_tensors, honest])
 def test_the_noise_of_an_examples_gradient(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Noise] = []
 

@@ -129,9 +129,7 @@ def test_noise_that_was_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_a_finished_audit_is_not_lost_and_is_told_where_nothing_is_attacked(
-    tmp_path: Path,
-) -> None:
+def test_a_finished_audit_is_not_lost_and_is_told_where_nothing_is_attacked(tmp_path: Path) -> None:
     scenario = workload(client(0.5)).scenario
     out = tmp_path / "run"
     fedsim.run(scenario, out=out, workers=1)

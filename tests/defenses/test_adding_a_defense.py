@@ -17,11 +17,7 @@ PAGE = "adding-a-defense.md"
 
 FLAWS = [
     # A factor that keeps the mean makes updates longer than what is proven.
-    (
-        "                tensor,\n",
-        "                tensor / self.share,\n",
-        "proven_bound_holds",
-    ),
+    ("                tensor,\n", "                tensor / self.share,\n", "proven_bound_holds"),
     ('Effect(removed="others")', "Effect()", "removed_entries_are_declared"),
     ("uniform(tensor.shape, rng)", "torch.rand(tensor.shape)", "same_stream_same_result"),
     ("        return before\n", '        return before.unproven("x")\n', "earns_no_privacy"),

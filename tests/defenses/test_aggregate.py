@@ -69,10 +69,7 @@ def test_only_one_update_is_alive_at_a_time() -> None:
         ([], "no client"),
         ([update(1.0, 0)], "at least 1"),
         ([update(1.0, 1), update(1.0, 1, b=torch.zeros(1))], "same model"),
-        (
-            [update(1.0, 1), Update(tensors={"a": torch.zeros(3)}, num_examples=1)],
-            "same model",
-        ),
+        ([update(1.0, 1), Update(tensors={"a": torch.zeros(3)}, num_examples=1)], "same model"),
     ],
 )
 def test_what_is_refused(updates: list[Update], cause: str) -> None:

@@ -26,10 +26,7 @@ from fedsim_defenses.clip import Clip
 from fedsim_defenses.local_dp_mod import LocalDpMod
 
 BEFORE = {"a": torch.linspace(-1, 1, 300), "b": torch.ones(20, 10)}
-UPDATE = {
-    "a": torch.randn(300, generator=stream(1)),
-    "b": torch.randn(20, 10, generator=stream(2)),
-}
+UPDATE = {"a": torch.randn(300, generator=stream(1)), "b": torch.randn(20, 10, generator=stream(2))}
 
 
 def add(first: Tensors, second: Tensors, factor: float = 1.0) -> dict[str, torch.Tensor]:
@@ -38,10 +35,7 @@ def add(first: Tensors, second: Tensors, factor: float = 1.0) -> dict[str, torch
 
 def answer(weights: Tensors, examples: int = 1) -> RecordDict:
     return RecordDict(
-        {
-            "arrays": ArrayRecord(dict(weights)),
-            "metrics": MetricRecord({"num-examples": examples}),
-        }
+        {"arrays": ArrayRecord(dict(weights)), "metrics": MetricRecord({"num-examples": examples})}
     )
 
 

@@ -17,26 +17,14 @@ from typer.testing import CliRunner
 from fedsim.cli.commands import app
 from fedsim.contracts import plugins
 from fedsim.privacy import calculator
-from fedsim.privacy.contract import (
-    Answer,
-    Calibration,
-    Curve,
-    Experiment,
-    KnownMechanism,
-    Stated,
-)
+from fedsim.privacy.contract import Answer, Calibration, Curve, Experiment, KnownMechanism, Stated
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
     from click.testing import Result
 
 NAMES = plugins.names(calculator.GROUP)
-NORMAL = {
-    "mean1": [0, 0],
-    "cov1": [[1, 0], [0, 2]],
-    "mean2": [1, 0],
-    "cov2": [[1, 0.1], [0.1, 1]],
-}
+NORMAL = {"mean1": [0, 0], "cov1": [[1, 0], [0, 2]], "mean2": [1, 0], "cov2": [[1, 0.1], [0.1, 1]]}
 CURVES: dict[str, dict[str, Any]] = {
     "gaussian": {"sensitivity": 1, "sigma": 2},
     "dp_sgd": {"examples": 300, "batch_size": 30, "rounds": 4, "noise_multiplier": 2},

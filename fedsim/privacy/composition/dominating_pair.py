@@ -22,14 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedsim.privacy.composition.correlated import (
-    Array,
-    Grid,
-    Rounding,
-    accumulate,
-    grid,
-    grid_size,
-)
+from fedsim.privacy.composition.correlated import Array, Grid, Rounding, accumulate, grid, grid_size
 from fedsim.privacy.contract import Direction
 from fedsim.privacy.numerics import work
 from fedsim.types import FedsimError
