@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -22,26 +21,13 @@ from rich.progress import (
 
 
 class Display:
-    """Shows what the pipeline reports while it works; this one shows nothing."""
+    """Shows bars on a terminal within its `with` block, plain lines elsewhere; nothing by default.
 
-    def stage(self, title: str, total: int, done: int = 0) -> None:
-        """Begins a stage of `total` steps, `done` of which a resumed run had finished."""
+    Where a console is quiet, nothing is shown either.
+    """
 
-    def advance(self, detail: str) -> None:
-        """Reports that a step of the current stage has finished; `detail` is shown beside it."""
-
-    def detail(self, key: str, text: str) -> None:
-        """Reports `text` on what goes on inside a step; `key` tells concurrent steps apart."""
-
-    def note(self, text: str) -> None:
-        """Shows a line that stays: which variant of a sweep is at work, and where."""
-
-
-class Live(Display):
-    """Shows bars on a terminal within its `with` block, and plain lines elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(quiet=True)
         self._title, self._done, self._total, self._told = "", 0, 0, 0.0
         self._bars = Progress(
             SpinnerColumn(),
@@ -52,23 +38,18 @@ class Live(Display):
             TextColumn("left"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[detail]}", style="dim"),
-            console=console,
+            console=self._console,
             # A bar redraws its line, and would fill a file with copies of itself.
-            disable=not console.is_terminal,
+            disable=self._console.quiet or not self._console.is_terminal,
         )
         self._task: TaskID | None = None
         self._running: dict[str, str] = {}
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> Display:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
@@ -116,14 +97,9 @@ _PATIENCE, _EVERY = 1.0, 5.0
 """Seconds before the first line of `report_work`, and least seconds between two lines."""
 
 
-@contextmanager
-def display(quiet: bool) -> Iterator[Display]:
-    """Gives its `with` block a display on standard error, which shows nothing if `quiet`."""
-    if quiet:
-        yield Display()
-    else:
-        with Live(Console(stderr=True)) as live:
-            yield live
+def display(quiet: bool) -> Display:
+    """Returns a display on standard error, which shows nothing if `quiet`."""
+    return Display(Console(stderr=True, quiet=quiet))
 
 
 @contextmanager

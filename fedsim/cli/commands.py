@@ -46,7 +46,6 @@ app.add_typer(privacy_app, name="privacy")
 Kind = Literal[
     "attacks", "defenses", "learners", "models", "data", "engines", "mechanisms", "targets"
 ]
-"""Kinds of plugins that can be listed."""
 
 
 @app.command()
@@ -164,11 +163,9 @@ def attack(
     OBSERVATION is a recording: a .json file below the observations/ of a run's folder.
     """
     with exits():
-        from rich.console import Console
-
+        from fedsim import progress
         from fedsim.attacking.replay import attack as attack_recording
         from fedsim.contracts.attack import Progress
-        from fedsim.progress import Live
         from fedsim.scenario import grant_of, parameters_of
         from fedsim.system.paths import writable_folder
 
@@ -180,7 +177,7 @@ def attack(
             # Before the attack: it may take hours, and would be lost.
             writable_folder(out, "--out")
         # Progress goes to the standard error: the standard output is JSON for programs.
-        with Live(Console(stderr=True, quiet=quiet)) as display:
+        with progress.display(quiet) as display:
             begun: list[Progress] = []
 
             def on_progress(at: Progress) -> None:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 TableFormat = Literal["table", "json", "csv"]
-"""Formats in which a leaderboard is written."""
 
 
 def show(finished: Run) -> None:

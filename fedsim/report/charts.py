@@ -42,12 +42,10 @@ class Series:
     """(x, y) of each point, in the units of the axes."""
     shape: Literal["dots", "line", "steps"] = "dots"
     label: str = ""
-    """Text beside the last point."""
     bars: Sequence[tuple[Span | None, Span | None]] = ()
     """(horizontal, vertical) interval of each point, each (low, high); empty if no point has
     any."""
     hollow: bool = False
-    """Whether its dots are rings."""
     rings: Sequence[Point] = ()
     """Further points, each as a ring."""
 
@@ -193,14 +191,12 @@ _TEXTS = read_texts()["charts"]
 
 @dataclass(frozen=True)
 class ChartGroup:
-    """Charts below one heading, `title`, with an explaining text, `note`."""
+    """Charts below one heading: (caption, SVG) each; the legend has (defense, its color)."""
 
     title: str
     note: str
     charts: list[tuple[str, Markup]]
-    """(caption, SVG)."""
     legend: list[tuple[str, int]]
-    """(defense, number of its color)."""
 
 
 def draw_charts(

@@ -35,7 +35,6 @@ _DETAILED = 1000
 """Largest number of attacks on a defense that open their details: a page has to stay quick."""
 
 _NAMED = 3
-"""Largest number of scenarios that a title names."""
 
 Tint = Literal["", "bad", "some", "good"]
 """Class of what is colored: a leak, a part of one or a doubt, and what may be relied on."""
@@ -68,7 +67,6 @@ class MatrixCell:
     row: LeaderboardRow
     tint: Tint
     plate: Plate | None
-    """Pictures of its reconstructions; None where there are none, or the page has no room."""
     detailed: bool
     """Whether the page has room for its details."""
 
@@ -119,12 +117,10 @@ class DefenseLine:
     """A defense of a comparison: its verdict, and the attacks of each column."""
 
     number: int
-    """Number of the defense in its comparison, from 1."""
     verdict: Verdict
     cells: list[list[MatrixCell]]
     """Cells of each of `ComparisonSection.columns`, in order; empty where nothing was run."""
     color: int
-    """Number of its color, as of `Series`."""
 
     @property
     def tint(self) -> Tint:
@@ -156,7 +152,6 @@ class ComparisonSection:
     warnings: list[str]
     figures: list[ChartGroup]
     population: str
-    """Text that names what the intervals are of."""
 
 
 @dataclass(frozen=True, kw_only=True)

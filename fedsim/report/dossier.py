@@ -31,7 +31,6 @@ from fedsim.words import number_of
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "msedge")
 """Commands of the browsers that can print a page without a window."""
 _SECONDS = 120
-"""Time that a browser has to print."""
 
 
 def write_dossier(

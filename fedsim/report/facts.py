@@ -286,7 +286,6 @@ class UtilityRow:
     """
 
     variant: str
-    """The sweep's assignment without the seed, in words; empty without a sweep."""
     defense: str
     runs: int
     epsilon: float | None
@@ -295,11 +294,8 @@ class UtilityRow:
     unit: str | None
     relation: str | None
     reason: str | None
-    """Why ε is inf; None if it is not."""
     covers: str | None
-    """The releases that ε covers, in words."""
     audited_epsilon: float | None
-    """The largest lower bound of ε that an audit found; None without an audit."""
     sigma: float | None
     """The largest σ of the rows σ I that a client appended to its data; None without any."""
     test_loss: Summary | None
@@ -309,7 +305,6 @@ class UtilityRow:
     """Mean test accuracy, with chance, the test set's size and an interval, where the runs state
     these."""
     problem: str | None
-    """Why the model cannot show what the defense costs; None if it can, or was not tested."""
 
 
 def attacks_nothing(runs: Sequence[StoredRun]) -> bool:

@@ -131,7 +131,6 @@ _VALUES = {
     "REQUIRED_GAIN": Images.leaks,
     "WEAK_EPSILON": WEAK_EPSILON,
 }
-"""Thresholds that the terms name."""
 
 
 def terms() -> Mapping[str, Term]:

@@ -82,9 +82,7 @@ class Failure:
     """An attack that failed for one reason, on the stacks of a comparison."""
 
     attack: str
-    """`LeaderboardRow.attack`."""
     reason: str
-    """A key of `LeaderboardRow.failures`."""
     count: int
     n: int
     """Number of all trials, failed or not, of the leaderboard rows in which it failed so."""
@@ -100,7 +98,6 @@ class Control:
 
     comparison: Comparison
     subject: str
-    """Part of the target that its rows attack."""
     status: ControlStatus
     best: LeaderboardRow | None = None
     """The undefended row that decides; None if none of them has what would."""
@@ -139,12 +136,11 @@ class Shown:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Number of trials of one attack in which something happened: `count` of `n`."""
+    """Number of trials of one attack in which something happened: `count` of `n`, or more."""
 
     count: int
     n: int
     or_more: bool = False
-    """Whether `count` is no more than a lower bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +176,6 @@ class Verdict:
     that leaks."""
     finding: Finding
     besides: tuple[Leaking, ...]
-    """What leaks for certain besides the `finding`; empty where the finding is no leak."""
     strongest: LeaderboardRow
     """The attack that the defense is judged by; it may be uninformed, or have failed."""
     gain: Summary | None
@@ -194,12 +189,10 @@ class Verdict:
     is_rare: bool
     exposed_image: float | None
     features: Shown | None
-    """The attack with the least error of features, of those that tried pictures, too."""
     told: Mapping[Leaking, Shown]
     """Part of a target (`labels`, `membership`, ...) -> the attack that told it best, which need
     not beat guessing; parts that no attack tried, or that it was given, are missing."""
     certificates: Shown | None
-    """The attack that knows of most answers that they are right; None if no attack says."""
     may_leak: tuple[Leaking, ...]
     """Parts of targets that an attack told better than guessing on average, certain or not."""
     labels_stand: bool
@@ -217,7 +210,6 @@ class Judgement:
     comparison: Comparison
     control: Control
     verdicts: tuple[Verdict, ...]
-    """One for each defense, in the order of the rows."""
 
     @property
     def untried(self) -> tuple[Statement, ...]:

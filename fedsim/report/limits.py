@@ -160,7 +160,12 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
         for new in fresh
         if _shows(new, later_rows)
     ]
-    return list(dict.fromkeys([*lines, *_weaker_claims(runs, later, of_runs)]))
+    claims, now = _claims(runs), _claims(later)
+    for one, other in sorted(of_runs):
+        of = f"{other}, " if len(now) > 1 else ""
+        for name, earlier in claims.get(one, {}).items():
+            lines += _weaker(f"{of}{name}", earlier, now.get(other, {}).get(name, []))
+    return list(dict.fromkeys(lines))
 
 
 def _member(of: LeaderboardRow | StoredRun) -> str:
@@ -268,7 +273,9 @@ def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
         beyond = metric.gain(value.mean, best if end is None else end)
         # A growth that rounds away would be a line with the same figure twice.
         unseen = 0.5 * 10.0 ** -(2 if metric.shown_as == "percent" else metric.digits)
-        if (beyond > 0 and growth > unseen) or growth >= _margin_of(name):
+        target = ranking_targets().get(name)
+        margin = target.leaks if target and target.ranks_by != "mean" else _MARGIN
+        if (beyond > 0 and growth > unseen) or growth >= margin:
             lines.append(
                 f"{named}: {metric.heading} {format_metric(value, metric)}, before "
                 f"{format_metric(earlier, metric)}"
@@ -285,11 +292,6 @@ def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
 
 _MARGIN = 0.1
 """A mean leaks more if it grew by as much, where no target says otherwise."""
-
-
-def _margin_of(name: str) -> float:
-    target = ranking_targets().get(name)
-    return target.leaks if target and target.ranks_by != "mean" else _MARGIN
 
 
 _UNSEEN = 0.05
@@ -321,19 +323,6 @@ def _shows(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
 
 
 _Claim = UtilityRow | LeaderboardRow
-
-
-def _weaker_claims(
-    runs: Sequence[StoredRun], later: Sequence[StoredRun], pairs: Collection[tuple[str, str]]
-) -> list[str]:
-    """Returns a line for each defense of which less is claimed than before."""
-    before, after = _claims(runs), _claims(later)
-    lines = []
-    for one, other in sorted(pairs):
-        of = f"{other}, " if len(after) > 1 else ""
-        for name, earlier in before.get(one, {}).items():
-            lines += _weaker(f"{of}{name}", earlier, after.get(other, {}).get(name, []))
-    return lines
 
 
 def _weaker(name: str, earlier: Sequence[_Claim], later: Sequence[_Claim]) -> list[str]:

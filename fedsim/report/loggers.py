@@ -54,7 +54,6 @@ class LoggedRun:
 
     scenario: str
     variant: str
-    """The sweep's assignment in words; empty for a run that is no variant."""
     parameters: dict[str, str]
     """Name -> settings of the scenario in words, and the ε of each defense."""
     numbers: list[LoggedNumber]
@@ -139,7 +138,6 @@ class Store(ABC):
     """Keeps copies of runs in `folder`."""
 
     package: ClassVar[str]
-    """The package that it needs."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables that the package reads while it is imported."""
 

@@ -35,13 +35,11 @@ _SHOWN_SIDE = 64
 """Images with a shorter side below so many pixels are enlarged by a whole factor."""
 
 _GAP = 2
-"""Pixels between two images."""
 
 PIXELS = 1 << 20
 """The images of a page have at most so many pixels (about 3 MB as PNG)."""
 
 _PAIRS = 4
-"""A page shows at most so many images of a batch."""
 
 _LONGEST = 300
 """Why a picture cannot be read is cut behind so many characters."""
@@ -131,14 +129,11 @@ class Plate:
 
     pairs: list[Pair]
     hidden: int = 0
-    """Number of images of the batch that are not shown."""
     width: int = 0
     height: int = 0
     """Size of an image on the page, in CSS pixels: a whole multiple of its own."""
     pixels: int = 0
-    """Number of pixels that the pairs hold."""
     problem: str = ""
-    """Why the pictures cannot be read; empty if they can."""
 
     def grid(self) -> Tensor:
         """Returns the pairs as one (H, W, C) uint8 image, see `grid_of`; there has to be a pair."""
@@ -274,7 +269,6 @@ OVERVIEW = "overview.png"
 _MOST = 3
 """Largest number of images of a round that are chosen."""
 _ROWS = 40
-"""Largest number of defenses that are drawn."""
 _NAME = 24
 """Letters of a name that fit into a line beside the images."""
 

@@ -247,7 +247,6 @@ def _own_cases(row: LeaderboardRow, varying: set[str]) -> list[str]:
 Format = Literal["table", "json", "csv"]
 
 _FORMULA = tuple("=+-@\t\r\n＝＋－＠")
-"""First characters of a spreadsheet's formula."""
 
 
 def render(

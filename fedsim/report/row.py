@@ -36,7 +36,6 @@ OTHERS: Mapping[ControlKind | None, str] = {
     "batch": "another batch of the same client",
     "release": "another release",
 }
-"""What a control is of, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,6 @@ class LeaderboardRow:
     scenario: str
     variant: str
     folders: tuple[str, ...]
-    """Folders of the runs that the trials are from."""
     dataset: str
     model: str
     """Name of the model, or of the learner if it trains no model."""
@@ -90,7 +88,6 @@ class LeaderboardRow:
     round: int
     n: int
     n_ok: int
-    """Number of trials with an answer that was scored."""
     images: int | None
     independent: int
     """Number of trials that share no image; every summary and interval is over these."""
@@ -112,7 +109,6 @@ class LeaderboardRow:
     no_control: str | None
     control: ControlKind | None = None
     uncontrolled: int = 0
-    """Number of trials with an answer and no control, where others have one."""
     exposed_image: float | None = None
     may_expose: bool = False
     ignores_update: bool = False
@@ -136,7 +132,6 @@ class LeaderboardRow:
     tensor_bound: float | None
     tensor_bound_reason: str | None
     limits: Mapping[str, float]
-    """Metric -> the most of it that the privacy claim allows, the mean over trials."""
     membership_p: float | None = None
     limit_prior: str | None
     limit_reason: str | None
@@ -148,9 +143,7 @@ class LeaderboardRow:
     near_copies: int = 0
     recognizable: int = 0
     ended: bool = True
-    """Whether its runs have ended, and are scored to their end."""
     masked: bool = False
-    """Whether the attacked update is a client's masked part of a secure sum."""
     strongest: bool = False
 
     @property
@@ -402,7 +395,6 @@ class Measured:
     """Gain over the same attack's answer to another update; a dash without that control."""
     worst: str
     limit: str
-    """The most that the privacy claim allows."""
 
     @property
     def heading(self) -> str:
@@ -429,34 +421,20 @@ def metrics_of(row: LeaderboardRow) -> list[Measured]:
 
 def measure_row(row: LeaderboardRow, name: str) -> Measured:
     """Returns the figures of metric `name`; dashes, but for the guess, if all trials failed."""
-    metric, over = METRICS[name], row.above_other(name)
-    guess = row.baseline.get(name)
+    metric, value, guess = METRICS[name], row.metrics.get(name), row.baseline.get(name)
     guess = metric.uninformed if guess is None else guess
+    above = _format_gain(paired := row.above_guess(name), metric)
+    if paired is None and value is not None and guess is not None:
+        above = _with_sign(metric.gain(value.mean, guess), metric)
     figures = {
-        "value": format_metric(row.metrics.get(name), metric),
-        "above": _above(row, metric),
-        "above_other": _format_gain(over, metric),
+        "value": format_metric(value, metric),
+        "above": above,
+        "above_other": _format_gain(row.above_other(name), metric),
         "worst": _plain(row.worst.get(name), metric),
         "limit": _plain(row.limit(name), metric),
     }
     shown = figures if row.n_ok else dict.fromkeys(figures, ABSENT)
     return Measured(metric=metric, guess=_plain(guess, metric), **shown)
-
-
-def excess(row: LeaderboardRow, name: str) -> float | None:
-    """Returns the mean gain of metric `name` over the guess, or over an uninformed answer."""
-    if paired := row.above_guess(name):
-        return paired.mean
-    metric, value, guess = METRICS[name], row.metrics.get(name), row.baseline.get(name)
-    guess = metric.uninformed if guess is None else guess
-    return None if value is None or guess is None else metric.gain(value.mean, guess)
-
-
-def _above(row: LeaderboardRow, metric: Metric) -> str:
-    if paired := row.above_guess(metric.name):
-        return _format_gain(paired, metric)
-    mean = excess(row, metric.name)
-    return ABSENT if mean is None else _with_sign(mean, metric)
 
 
 def _format_gain(summary: Summary | None, metric: Metric) -> str:

@@ -30,7 +30,6 @@ from fedsim.types import FedsimError, RunFailed
 PORT = 8321
 
 _FILES = (PLAN, RESULTS, "rounds.jsonl", "audit.jsonl", "record.json", "scenario.yaml")
-"""Files of a run that the page depends on."""
 
 _LONGEST = 1000
 """Why runs cannot be read is cut behind so many characters."""
@@ -207,41 +206,32 @@ class _Handler(BaseHTTPRequestHandler):
             self._deadline.cancel()
 
     def do_GET(self) -> None:
-        """Answers with the page."""
-        self._answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        """Answers as `do_GET` does, without the page itself."""
-        self._answer(with_body=False)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Writes no line for a request: its address may hold the token."""
-
-    def _answer(self, with_body: bool) -> None:
+        """Answers with the page, or to HEAD without it."""
         self._deadline.cancel()
         url = urlsplit(self.path)
         if not self._names_this_host():
             # Another site's name that was made to point here must not read the page.
-            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"no such host here\n", with_body)
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"no such host here\n")
         elif url.path != "/":
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"no such page\n", with_body)
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"no such page\n")
         elif self.server.token is not None and self._is_token(parse_qs(url.query).get("token")):
             cookie = f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Lax; Path=/"
             headers = {"Set-Cookie": cookie, "Location": "/"}
-            self._send(HTTPStatus.SEE_OTHER, "text/plain", b"", with_body, headers)
+            self._send(HTTPStatus.SEE_OTHER, "text/plain", b"", headers)
         elif self.server.token is not None and not self._is_token([self._cookie()]):
             text = b"open the address that the terminal of `fedsim serve` shows, with its token\n"
-            self._send(HTTPStatus.FORBIDDEN, "text/plain", text, with_body)
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", text)
         else:
-            self._show(with_body)
+            body, tag = self.server.page.current()
+            known = self.headers.get("If-None-Match") == tag
+            status = HTTPStatus.NOT_MODIFIED if known else HTTPStatus.OK
+            kind = "text/html; charset=utf-8"
+            self._send(status, kind, b"" if known else body, {"ETag": tag})
 
-    def _show(self, with_body: bool) -> None:
-        body, tag = self.server.page.current()
-        kind = "text/html; charset=utf-8"
-        if self.headers.get("If-None-Match") == tag:
-            self._send(HTTPStatus.NOT_MODIFIED, kind, b"", False, {"ETag": tag})
-        else:
-            self._send(HTTPStatus.OK, kind, body, with_body, {"ETag": tag})
+    do_HEAD = do_GET  # noqa: N815 - the name that http.server asks for
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Writes no line for a request: its address may hold the token."""
 
     def _names_this_host(self) -> bool:
         """Whether the request is for a name of this server; behind a token any name will do."""
@@ -266,7 +256,6 @@ class _Handler(BaseHTTPRequestHandler):
         status: HTTPStatus,
         kind: str,
         body: bytes,
-        with_body: bool,
         headers: dict[str, str] | None = None,
     ) -> None:
         self.send_response(status)
@@ -275,5 +264,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if with_body:
+        if self.command != "HEAD":
             self.wfile.write(body)

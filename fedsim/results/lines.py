@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from fedsim.attacking.jobs import Job, Result
 
 _DIVERGED = 2.0
-"""Factor of the loss from which local training counts as diverged."""
 
 
 class RowPart(BaseModel):
@@ -379,10 +378,8 @@ _OF_RESULT = (
     *("seed", "status", "reason", "metrics", "per_image", "features_by", "stages", "victims"),
     *("baseline", "cost"),
 )
-"""Fields that are copied from the job's result."""
 
 _OF_OBSERVATION = ("vantage", "server", "round", "client", "trial", "releases")
-"""Fields that are copied from the observation."""
 
 _BESIDE = {"variant", "control", "theory", "utility", "privacy", "cost", "folder", "ended"}
 """Fields of a row that are no part of its `content`."""
@@ -417,7 +414,6 @@ class AuditRow(RowPart):
     method: str
     audited_epsilon: float
     holds: bool
-    """Whether that bound is at most the claimed ε."""
 
 
 def describe_tensor_bound(result: Result) -> dict[str, float | bool | str | None]:

@@ -125,7 +125,6 @@ class StoredRun:
     scenario_text: str | None
     scenario: dict[str, Any]
     plan: Plan | None
-    """Plan of the run; None in runs of earlier versions."""
     at_work: bool
     """Whether a process was at work in the folder when it was read; False also without locks."""
     apart: dict[str, Any] = field(default_factory=dict)

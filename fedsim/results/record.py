@@ -220,17 +220,18 @@ def _commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    git = ["git", "-C", str(root)]
+
+    def ask(*words: str) -> str:
+        command = ["git", "-C", str(root), *words]
+        done = subprocess.run(  # noqa: S603 - fixed arguments
+            command, capture_output=True, text=True, check=True, timeout=10
+        )
+        return done.stdout.strip()
+
     try:
-        head = subprocess.run(  # noqa: S603 - fixed arguments
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-        changed = subprocess.run(  # noqa: S603
-            [*git, "status", "--porcelain"], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+        return ask("rev-parse", "HEAD") + ("+" if ask("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-    return head + ("+" if changed else "")
 
 
 PLAN = "plan.json"
@@ -250,12 +251,9 @@ class Plan(BaseModel):
     scenario: str
     variant: dict[str, Any]
     rounds: Count
-    """Number of rounds of training, of all defense stacks together."""
     attack_runs: Count
     lines: Count
-    """Number of lines of the leaderboard, each of several attack runs."""
     resumable: bool
-    """Whether `--resume` can continue the run."""
     origin: Annotated[str, Field(pattern=r"^$|^[^:]+:.")] = ""
     """Kind and digest of what the run measures, as `data:5f3a...`; runs of two origins are never
     pooled."""

@@ -90,9 +90,7 @@ class Context:
     scenario: Scenario
     variant: Mapping[str, Any]
     servers: Mapping[str, Server]
-    """Name of each defense stack -> its server."""
     rounds: Sequence[Row]
-    """Lines of `rounds.jsonl`, of every stack."""
     audited: Mapping[str, float]
     """Stack -> lower bound of its ε, by canaries; stacks that were not audited are missing."""
 

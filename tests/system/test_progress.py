@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from fedsim import progress
-from fedsim.progress import Live
+from fedsim.progress import Display
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_a_file_is_told_how_far_a_stage_is(clock: list[float]) -> None:
     file = io.StringIO()
-    with Live(Console(file=file)) as live:
+    with Display(Console(file=file)) as live:
         live.stage("attacks", 3)
         live.advance("row 1")  # at once: no line of its own
         clock[0] += 31
@@ -37,7 +37,7 @@ def test_a_file_is_told_how_far_a_stage_is(clock: list[float]) -> None:
 
 def test_a_terminal_has_bars_and_no_such_lines(clock: list[float]) -> None:
     file = io.StringIO()
-    with Live(Console(file=file, force_terminal=True)) as live:
+    with Display(Console(file=file, force_terminal=True)) as live:
         live.stage("attacks", 3)
         clock[0] += 31
         live.advance("row 1")
