@@ -64,11 +64,6 @@ _Grants = Annotated[
 ]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the command `assess` to `app`."""
-    app.command()(assess)
-
-
 def assess(
     tapped: Annotated[Path, typer.Argument(metavar="TAPPED")],
     model: _Model,

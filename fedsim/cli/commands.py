@@ -507,20 +507,13 @@ def make_printable() -> None:
 def _save(reconstruction: Reconstruction, row: dict[str, Any], out: Path) -> None:
     from fedsim.recording.files import write_json, write_tensors
 
-    recovered = {
-        "images": reconstruction.images,
-        "labels": reconstruction.labels,
-        "features": reconstruction.features,
-        "rows": reconstruction.rows,
-        "membership": reconstruction.membership,
-        "determined": reconstruction.determined,
-        "certified": reconstruction.certified,
-    }
+    parts = ("images", "labels", "features", "rows", "membership", "determined", "certified")
+    found = {name: getattr(reconstruction, name) for name in parts}
     # Readable for their owner alone (`write_tensors`), since these may be a client's images.
-    tensors = {name: tensor for name, tensor in recovered.items() if tensor is not None}
+    tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
     write_tensors(out / "reconstruction.safetensors", tensors)
     write_json(out / "result.json", row)
 
 
-assess.add_to(app)
+app.command()(assess.assess)
 network.add_to(app)

@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
@@ -163,26 +163,25 @@ def _has_surrogate(row: ResultRow) -> bool:
 
 def coverage(rows: Sequence[ResultRow]) -> list[Coverage]:
     """Returns, for each attacker in the order of letters, whether the scored `rows` cover it."""
-    return [_cover(stated, rows) for stated in read_texts()["attackers"]]
-
-
-def _cover(stated: Mapping[str, str], rows: Sequence[ResultRow]) -> Coverage:
-    """Compares one attacker with those of `rows`."""
-    letter = stated["letter"]
-    own = [row for row in rows if _letter_of(row) == letter]
-    extent: Literal["measured", "within", "not measured"] = "not measured"
-    reason = stated["unmeasured"]
-    if own:
-        extent, reason = "measured", number_of(len(own), "attack run")
-        if letter == "E" and not any(map(_has_surrogate, own)):
-            reason += ", none of them with other data of the same kind"
-    elif stronger := sorted({_letter_of(row) for row in rows} & set(stated["exceeded_by"])):
-        extent = "within"
-        reason = (
-            f"whoever has this can run no attack that {stronger[0]} cannot; how much less it "
-            "recovers was not measured"
-        )
-    return Coverage(letter, stated["name"], stated["has"], extent, reason)
+    found = []
+    for stated in read_texts()["attackers"]:
+        own = [row for row in rows if _letter_of(row) == stated["letter"]]
+        # Of those who can do all that this attacker can, one that was measured.
+        stronger = sorted({_letter_of(row) for row in rows} & set(stated["exceeded_by"]))
+        extent: Literal["measured", "within", "not measured"] = "not measured"
+        reason = stated["unmeasured"]
+        if own:
+            extent, reason = "measured", number_of(len(own), "attack run")
+            if stated["letter"] == "E" and not any(map(_has_surrogate, own)):
+                reason += ", none of them with other data of the same kind"
+        elif stronger:
+            extent = "within"
+            reason = (
+                f"whoever has this can run no attack that {stronger[0]} cannot; how much less it "
+                "recovers was not measured"
+            )
+        found.append(Coverage(stated["letter"], stated["name"], stated["has"], extent, reason))
+    return found
 
 
 # Which attacks a run has tried, and which of the installed ones it has not.

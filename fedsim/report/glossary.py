@@ -75,17 +75,16 @@ def mark_code(text: str) -> Markup:
     return Markup("").join(marked)
 
 
-def explain_terms(text: str, shown: Collection[str] | None = None) -> Markup:
+def explain_terms(text: str, shown: Collection[str]) -> Markup:
     """Returns `text` as HTML, with figures kept whole and terms as buttons that explain them.
 
-    A term is a button where it occurs first. `shown` are the keys of the terms that the page
-    explains, by default all.
+    A term is a button where it occurs first. `shown` are the keys that the page explains.
     """
     explained_keys: set[str] = set()
     text, parts, end = keep_figures_whole(text), [], 0
     for word in _WORD.finditer(text):
         key = _TERMS[word.group()]
-        if key in explained_keys or (shown is not None and key not in shown):
+        if key in explained_keys or key not in shown:
             continue
         explained_keys.add(key)
         parts += [escape(text[end : word.start()]), tip(key, word.group())]

@@ -48,30 +48,26 @@ Trial = tuple[ResultRow, Path]
 """A row of results.jsonl, and the file of its reconstruction."""
 
 
-def enlargement(height: int, width: int, side: int = _SHOWN_SIDE) -> int:
-    """Returns the whole factor that enlarges an image's shorter side to `side` pixels or more."""
-    return max(1, -(-side // min(height, width)))
+def enlargement(height: int, width: int) -> int:
+    """Returns the whole factor that enlarges an image's shorter side to 64 pixels or more."""
+    return max(1, -(-_SHOWN_SIDE // min(height, width)))
 
 
-def save_grid(path: Path, truth: Tensor, reconstruction: Tensor, factor: int | None = None) -> None:
+def save_grid(path: Path, truth: Tensor, reconstruction: Tensor) -> None:
     """Writes a PNG: the truths above, each one's reconstruction below it.
 
-    Args:
-        path: File of the PNG.
-        truth: (N, C, H, W) pixels in [0, 1], C = 1 or 3.
-        reconstruction: Pixels of the same shape, in the order of the truths.
-        factor: Side of the square that each pixel becomes; by default `enlargement`.
+    Both are (N, C, H, W) pixels in [0, 1], C = 1 or 3, in the same order.
 
     Raises:
         ScoringError: a tensor holds no pixels.
         ReportError: the two differ in shape, or C is neither 1 nor 3.
     """
-    write_bytes(path, encode_png(grid_of(*_as_bytes(truth, reconstruction), factor)))
+    write_bytes(path, encode_png(grid_of(*_as_bytes(truth, reconstruction))))
 
 
-def grid_of(truth: Tensor, reconstruction: Tensor, factor: int | None = None) -> Tensor:
+def grid_of(truth: Tensor, reconstruction: Tensor) -> Tensor:
     """Returns one (H', W', C) image: truths above reconstructions, both (N, H, W, C) uint8."""
-    factor = factor or enlargement(*truth.shape[1:3])
+    factor = enlargement(*truth.shape[1:3])
     rows = []
     for images in (truth, reconstruction):
         enlarged = images.repeat_interleave(factor, 1).repeat_interleave(factor, 2)

@@ -143,10 +143,6 @@ def _privacy(claim: PrivacyClaim) -> Row:
     return {**asdict(claim), "epsilon": number(claim.epsilon)}
 
 
-ROUND_KEYS = frozenset(field.name for field in fields(RoundRecord))
-"""Keys that every line of `rounds.jsonl` has, among others."""
-
-
 def key(row: Row) -> Key:
     """Returns (stack, attack label, observation id), which identifies a `row` within a run."""
     return row["defense"]["name"], row["attack"]["label"], row["observation"]
@@ -305,7 +301,8 @@ def refuse_foreign_rows(
 
     def round(row: Row) -> bool:
         is_of_run = row["defense"] in stacks and row["round"] in range(1, last + 1)
-        return is_of_run and row.keys() >= ROUND_KEYS and fits(row, "rounds.jsonl")
+        is_complete = row.keys() >= {field.name for field in fields(RoundRecord)}
+        return is_of_run and is_complete and fits(row, "rounds.jsonl")
 
     def audit(row: Row) -> bool:
         return row["defense"] in stacks and fits(row, "audit.jsonl")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import one_process
 import pytest
 from answer_rows import WORKS
-from synthetic_run import QUICK, STACKS, write_run
+from synthetic_run import QUICK, write_run
 from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
@@ -40,10 +41,8 @@ def _shared_rows_stay_as_they_are() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    stacks = {name: STACKS[name] for name in ("none", "pruning", "dp")}
-    return write_run(
-        tmp_path_factory.mktemp("run"), stacks=stacks, trials=3, batch_sizes=(1, 3), rounds=3
-    )
+    case: dict[str, Any] = {"trials": 3, "batch_sizes": (1, 3), "rounds": 3}
+    return write_run(tmp_path_factory.mktemp("run"), stacks=("none", "pruning", "dp"), **case)
 
 
 @pytest.fixture(scope="session")

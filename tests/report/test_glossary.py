@@ -48,19 +48,21 @@ def test_every_button_of_a_page_opens_an_explanation_that_is_there(run_folder: P
 def test_no_figure_breaks_from_its_unit(token: str) -> None:
     kept = token.replace(" ", "\N{NO-BREAK SPACE}")
     assert keep_figures_whole(f"it is {token}, so") == f"it is {kept}, so"
-    assert re.sub("<[^>]+>", "", explain_terms(f"it is {token}, so")) == f"it is {kept}, so"
+    assert (
+        re.sub("<[^>]+>", "", explain_terms(f"it is {token}, so", terms())) == f"it is {kept}, so"
+    )
 
 
 def test_a_term_is_a_button_once_and_only_where_it_is_explained() -> None:
-    assert explain_terms("3 dB, 4 dB").count("<button") == 1
+    assert explain_terms("3 dB, 4 dB", terms()).count("<button") == 1
     assert "<button" not in explain_terms("3 dB", shown=["psnr"])
-    assert 'popovertarget="tip-db"' in explain_terms("3 dB")
-    assert "<button" not in explain_terms("bandB and interval_length"), "no part of a word"
+    assert 'popovertarget="tip-db"' in explain_terms("3 dB", terms())
+    assert "<button" not in explain_terms("bandB and interval_length", terms()), "no part of a word"
 
 
 def test_names_stay_text() -> None:
     nasty = '<b onclick=x>"ε = 3"</b>&'
-    for marked in (explain_terms(nasty), tip("gain", nasty)):
+    for marked in (explain_terms(nasty, terms()), tip("gain", nasty)):
         assert "<b" not in re.sub("<button|<br", "", marked)
         assert "&lt;b onclick" in marked
 

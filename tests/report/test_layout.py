@@ -93,14 +93,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         "pruning-with-a-name-that-nobody-would-choose": long,
     }
     for rate in (0.1, 0.01):
-        write_run(
-            folder / f"lr={rate}",
-            stacks=stacks,
-            trials=3,
-            batch_sizes=(1, 4),
-            rounds=2,
-            variant={"training.local.lr": rate},
-        )
+        case = {"trials": 3, "batch_sizes": (1, 4), "variant": {"training.local.lr": rate}}
+        write_run(folder / f"lr={rate}", stacks=stacks, **case)  # type: ignore[arg-type]
     return write_report(folder).read_text()
 
 

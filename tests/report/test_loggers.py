@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 from fedsim.cli.commands import app
 from fedsim.report import leaderboard_rows, load_runs
 from fedsim.report.loggers import STORES, TensorBoard, chosen, collect, log_run
+from fedsim.results.record import read_lines, write_lines
 from fedsim.types import FedsimError
 
 LINE = "attacks/clip+dp/inverting_gradients/b1"
@@ -24,13 +24,11 @@ LINE = "attacks/clip+dp/inverting_gradients/b1"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stacks = {"none": STACKS["none"], "clip+dp": STACKS["dp"]}
-    return write_run(
-        tmp_path_factory.mktemp("logged"), stacks=stacks, trials=3, batch_sizes=(1,), rounds=3
-    )
+    return write_run(tmp_path_factory.mktemp("logged"), stacks=stacks, trials=3, rounds=3)
 
 
 def rounds(folder: Path, defense: str, name: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "rounds.jsonl")
     return {row["round"]: row[name] for row in lines if row["defense"] == defense}
 
 
@@ -165,13 +163,9 @@ def test_mlflow_is_told_to_report_nothing_before_it_is_imported(tmp_path: Path) 
 
 
 def test_no_figure_of_a_vantage_takes_the_place_of_anothers(tmp_path: Path) -> None:
-    run = write_run(
-        tmp_path / "run", stacks={"none": STACKS["none"]}, trials=1, batch_sizes=(1,), rounds=1
-    )
-    path = run / "results.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows += [{**row, "vantage": "eavesdropper"} for row in rows]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = write_run(tmp_path / "run", stacks=["none"])
+    rows = read_lines(run / "results.jsonl")
+    write_lines(run / "results.jsonl", rows + [{**row, "vantage": "eavesdropper"} for row in rows])
     (loaded,) = load_runs([run])
     places = [(figure.name, figure.round) for figure in collect(loaded).numbers]
     assert len(places) == len(set(places))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from synthetic_run import STACKS, write_run
+from synthetic_run import write_run
 
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.report import save_overview
@@ -55,9 +55,7 @@ def test_every_defense_shows_the_chosen_images_unless_none_attacked_them(
 
 
 def test_of_many_images_the_worst_the_median_and_the_best_are_shown(tmp_path: Path) -> None:
-    folder = write_run(
-        tmp_path, stacks={"none": STACKS["none"]}, trials=5, batch_sizes=(1,), rounds=1
-    )
+    folder = write_run(tmp_path, stacks=["none"], trials=5)
     recoveries = defenses_of(folder)["none"].recoveries
     values = sorted(each.psnr for each in recoveries)
     victims = choose_victims(recoveries)
@@ -80,11 +78,10 @@ def test_a_prior_that_draws_the_same_from_any_update_is_not_shown(run_folder: Pa
 
 
 def test_a_sweep_shows_the_same_images_of_every_variant(tmp_path: Path) -> None:
-    stacks = {name: STACKS[name] for name in ("none", "pruning")}
+    stacks = ("none", "pruning")
     for rate in (0.1, 0.01):
         variant = {"training.local.lr": rate}
-        case = {"stacks": stacks, "trials": 2, "batch_sizes": (1,), "rounds": 1}
-        write_run(tmp_path / f"lr={rate}", variant=variant, **case)  # type: ignore[arg-type]
+        write_run(tmp_path / f"lr={rate}", variant=variant, stacks=stacks, trials=2)
     defenses = choose_defenses(load_runs([tmp_path]))
     assert [(each.row.variant, each.row.defense) for each in defenses] == [
         (f"training.local.lr={rate}", name) for rate in (0.01, 0.1) for name in stacks

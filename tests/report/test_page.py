@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answer_rows import save
 from safetensors.torch import save_file
-from synthetic_run import STACKS, write_run
+from synthetic_run import write_run
 
 from fedsim.report import describe, load_runs, utility, write_page, write_report
 from fedsim.report.content import Content
 from fedsim.report.dossier import dossier_of
+from fedsim.results.record import read_lines, write_lines
 from fedsim.types import FedsimError
 
 VOID = {"meta", "img", "br", "link", "wbr", "input"}
@@ -64,11 +66,10 @@ Edit = Callable[[dict[str, Any]], None]
 def edited(source: Path, target: Path, edit: Edit) -> Path:
     """A copy of a run folder with every row edited."""
     shutil.copytree(source, target)
-    path = target / "results.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_lines(target / "results.jsonl")
     for row in rows:
         edit(row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(target / "results.jsonl", rows)
     return target
 
 
@@ -201,9 +202,8 @@ def test_no_name_or_reason_becomes_markup_and_long_ones_are_cut(
     (folder / "record.json").write_text(
         json.dumps({"notes": {NASTY: NASTY}, "device": NASTY, "environment": {"commit": NASTY}})
     )
-    rounds = (folder / "rounds.jsonl").read_text().splitlines()
-    poisoned = [{**json.loads(line), "details": [NASTY]} for line in rounds]
-    (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in poisoned))
+    rounds = read_lines(folder / "rounds.jsonl")
+    write_lines(folder / "rounds.jsonl", [{**row, "details": [NASTY]} for row in rounds])
     page, dossier = page_of(folder), Page(dossier_of(load_runs([folder]), folder))
     for each, scripts in ((page, 1), (dossier, 0)):
         assert each.html.count("<script") == scripts and "<img src=x" not in each.html
@@ -244,15 +244,8 @@ def test_a_failed_positive_control_marks_the_page(
     gains: tuple[float, ...], mark: str, tmp_path: Path
 ) -> None:
     for number, gain in enumerate(gains):
-        write_run(
-            tmp_path / str(number),
-            stacks={name: STACKS[name] for name in ("none", "dp")},
-            trials=1,
-            rounds=1,
-            batch_sizes=(1,),
-            undefended=gain,
-            variant={"x": number} if len(gains) > 1 else {},
-        )
+        variant = {"x": number} if len(gains) > 1 else {}
+        write_run(tmp_path / str(number), undefended=gain, variant=variant)
     content = Content(load_runs([tmp_path]))
     assert content.mark == content.invalid_mark == mark
     failed = [section for section in content.sections if section.judged.control.mark]
@@ -269,14 +262,7 @@ def test_a_failed_positive_control_marks_the_page(
 
 def test_a_sweep_has_a_section_for_each_variant_and_a_line_above_all(tmp_path: Path) -> None:
     for mode in ("train", "eval"):
-        write_run(
-            tmp_path / mode,
-            stacks={name: STACKS[name] for name in ("none", "dp")},
-            trials=1,
-            rounds=1,
-            batch_sizes=(1,),
-            variant={"training.local.mode": mode},
-        )
+        write_run(tmp_path / mode, variant={"training.local.mode": mode})
     page = page_of(tmp_path)
     glance = page.html[page.html.index('class="glance"') : page.html.index('id="c1"')]
     assert re.findall(r'href="#(c\d)"', glance) == ["c1", "c2"]
@@ -300,23 +286,16 @@ def test_a_run_that_attacks_nothing_shows_what_defenses_cost(tmp_path: Path) -> 
     losses = {("1", 1): 0.5, ("1", 2): 0.7, ("10", 1): 0.2, ("10", 2): 0.2}
     for (columns, seed), loss in losses.items():
         folder = tmp_path / f"{columns}-{seed}"
-        folder.mkdir()
-        (folder / "results.jsonl").write_text("")
+        none, own = {"defense": "none", "epsilon": "inf"}, {"defense": "own", "epsilon": seed}
+        lines = [
+            none | {"round": 1, "test_loss": 9.0},
+            none | {"round": 2, "test_loss": loss},
+            own | {"round": 2, "test_accuracy": loss, "sigma": 4},
+        ]
+        save(folder, [], lines)
         (folder / "scenario.yaml").write_text("name: private\nattacks: []\n")
         variant = {"learner.columns": int(columns), "seed": seed}
         (folder / "record.json").write_text(json.dumps({"variant": variant}))
-        lines = [
-            {"defense": "none", "round": 1, "test_loss": 9.0, "epsilon": "inf"},
-            {"defense": "none", "round": 2, "test_loss": loss, "epsilon": "inf"},
-            {
-                "defense": "own",
-                "round": 2,
-                "test_accuracy": loss,
-                "epsilon": float(seed),
-                "sigma": 4,
-            },
-        ]
-        (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = page_of(tmp_path)
     assert "Nothing is attacked in this run" in page.flat
     assert "INVALID" not in page.flat and "PSNR" not in page.flat
@@ -324,11 +303,12 @@ def test_a_run_that_attacks_nothing_shows_what_defenses_cost(tmp_path: Path) -> 
     unknown = "(δ unknown, unit unknown, neighbours unknown)"
     assert f"learner.columns=1own22 {unknown}–4.000–60.0" in page.flat
     assert "learner.columns=10none2∞––0.200–" in page.flat
-    lines = describe(utility(load_runs([tmp_path]))).splitlines()
-    assert lines[0] == "learner.columns=1, none: ε ∞, test loss 0.600"
-    own = f"learner.columns=1, own: ε 2 {unknown}, σ 4.000, accuracy 60.0%"
-    assert lines[1] == own
-    assert len(lines) == 4
+    told = describe(utility(load_runs([tmp_path]))).splitlines()
+    assert told[:2] == [
+        "learner.columns=1, none: ε ∞, test loss 0.600",
+        f"learner.columns=1, own: ε 2 {unknown}, σ 4.000, accuracy 60.0%",
+    ]
+    assert len(told) == 4
 
 
 def test_what_was_not_measured_is_not_drawn(run_folder: Path, tmp_path: Path) -> None:

@@ -18,19 +18,17 @@ from fedsim.scoring import ScoringError
 
 
 def test_grid_places_truth_above_reconstruction(tmp_path: Path) -> None:
-    truth = torch.rand(3, 3, 8, 6, generator=torch.Generator().manual_seed(0))
+    truth = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     reconstruction = 1 - truth
     path = tmp_path / "grid.png"
-    save_grid(path, truth, reconstruction, factor=4)
-    pixels = np.asarray(Image.open(path))
-    assert pixels.shape == (2 * 32 + 2, 3 * 24 + 2 * 2, 3)
-    second = pixels[:32, 26:50]
-    assert np.array_equal(second[::4, ::4], (truth[1] * 255).round().byte().permute(1, 2, 0))
-    assert np.array_equal(second[3::4, 3::4], second[::4, ::4])
-    below = pixels[34:, 52:]
-    assert np.array_equal(
-        below[::4, ::4], (reconstruction[2] * 255).round().byte().permute(1, 2, 0)
-    )
+    save_grid(path, truth, reconstruction)
+    pixels = np.asarray(Image.open(path))  # each pixel is a square of side 8
+    assert pixels.shape == (2 * 64 + 2, 3 * 64 + 2 * 2, 3)
+    second = pixels[:64, 66:130]
+    assert np.array_equal(second[::8, ::8], (truth[1] * 255).round().byte().permute(1, 2, 0))
+    assert np.array_equal(second[7::8, 7::8], second[::8, ::8])
+    below = (reconstruction[2] * 255).round().byte().permute(1, 2, 0)
+    assert np.array_equal(pixels[66:, 132:][::8, ::8], below)
 
 
 def test_data_addresses_hold_one_pixel_per_pixel() -> None:

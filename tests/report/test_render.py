@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from synthetic_run import STACKS, write_run
+from synthetic_run import write_run
 
 from fedsim.contracts.grant import Grant
 from fedsim.report import LeaderboardRow, ReportError, leaderboard_rows, render
+from fedsim.results.record import read_lines, write_lines
 
 
 @pytest.fixture(scope="session")
@@ -87,17 +88,9 @@ def test_without_rows_every_form_says_so() -> None:
 def test_sweeps_are_found_below_a_folder_and_kept_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = {"none": STACKS["none"]}
     for mode in ("train", "eval"):
-        write_run(
-            tmp_path / f"mode={mode}",
-            stacks=one,
-            attacks={},
-            trials=1,
-            batch_sizes=(1,),
-            rounds=1,  # type: ignore[arg-type]
-            variant={"training.local.mode": mode},
-        )
+        variant = {"training.local.mode": mode}
+        write_run(tmp_path / f"mode={mode}", stacks=["none"], attacks={}, variant=variant)
     rows = leaderboard_rows([tmp_path])
     assert [row.variant for row in rows] == [
         "training.local.mode=eval",
@@ -135,10 +128,7 @@ def test_a_text_is_no_formula_for_a_spreadsheet(run_folder: Path, tmp_path: Path
     copy = shutil.copytree(run_folder, tmp_path / "copy")
     path = copy / "results.jsonl"
     for start in ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "＝1"):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        for row in rows:
-            row["dataset"] = start
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(path, [row | {"dataset": start} for row in read_lines(path)])
         text = render(leaderboard_rows([copy]), "csv")
         shown = list(csv.DictReader(io.StringIO(text, newline="")))
         assert {row["dataset"] for row in shown} == {"'" + start.replace("\r", " ")}
