@@ -161,10 +161,10 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
         if _shows(new, later_rows)
     ]
     claims, now = _claims(runs), _claims(later)
-    for one, other in sorted(of_runs):
-        of = f"{other}, " if len(now) > 1 else ""
-        for name, earlier in claims.get(one, {}).items():
-            lines += _weaker(f"{of}{name}", earlier, now.get(other, {}).get(name, []))
+    for was, member in sorted(of_runs):
+        of = f"{member}, " if len(now) > 1 else ""
+        for name, earlier in claims.get(was, {}).items():
+            lines += _weaker(f"{of}{name}", earlier, now.get(member, {}).get(name, []))
     return list(dict.fromkeys(lines))
 
 
