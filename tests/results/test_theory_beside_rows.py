@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fedsim
+from fedsim.results.record import read_lines
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
@@ -34,7 +34,7 @@ SCENARIO: dict[str, Any] = {
 def theory(out: Path, **changes: Any) -> dict[str, dict[str, Any]]:
     """Runs the scenario; returns what theory says of each stack."""
     fedsim.run({**SCENARIO, **changes}, out=out, workers=1)
-    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    rows = read_lines(out / "results.jsonl")
     return {row["defense"]["name"]: {**row["theory"], "guess": row["baseline"]} for row in rows}
 
 
@@ -80,7 +80,7 @@ def test_shares_of_members_stand_beside_what_all_rounds_allow(tmp_path: Path) ->
     # About 120 of 240 took no part, which is too few for a rate of 0.1%.
     assert loud["membership_tpr_at_01_percent"] is None
     assert 0.5 < loud["membership_auc"] < 0.7
-    rows = [json.loads(line) for line in (tmp_path / "run/results.jsonl").read_text().splitlines()]
+    rows = read_lines(tmp_path / "run/results.jsonl")
     # Both rounds are asked about at once, at the last one.
     assert [(row["round"], row["status"]) for row in rows] == [(2, "ok"), (2, "ok")]
     assert 90 < (others := rows[0]["metrics"]["membership_others"]) < 150

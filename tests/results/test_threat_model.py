@@ -115,20 +115,7 @@ def test_values_that_read_alike_are_told_apart() -> None:
     )
 
 
-def test_a_file_that_a_parameter_names_is_brought(tmp_path: Path) -> None:
-    class Pretrained(InvertingGradients):
-        network: str = ""
-
-    there = tmp_path / "network.pt"
-    assert Pretrained(network=str(there)).brings() == ()
-    there.touch()
-    assert Pretrained(network=str(there)).brings() == ("network=network.pt",)
-    assert Pretrained(network="x" * 5000).brings() == ()
-    assert Pretrained().brings() == ()
-    assert InvertingGradients().brings() == ()
-
-
-def test_folders_paths_and_lists_of_files_are_brought(
+def test_files_and_folders_that_parameters_name_are_brought(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Collecting(InvertingGradients):
@@ -142,7 +129,9 @@ def test_folders_paths_and_lists_of_files_are_brought(
     for name in ("a.pt", "b.pt", "c.pt"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    assert Collecting().brings() == ()
+    for none in (Collecting(), InvertingGradients(), Collecting(folder="x" * 5000)):
+        assert none.brings() == ()
+    assert Collecting(folder="later.pt").brings() == (), "there is no such file yet"
     assert Collecting(folder="photos").brings() == ("folder=photos",)
     attack = Collecting(
         folder=str(tmp_path / "photos"),
