@@ -104,10 +104,7 @@ def display(quiet: bool) -> Display:
 
 @contextmanager
 def report_work(title: str, of: str = "a curve") -> Iterator[None]:
-    """Prints the share of work done in its `with` block on standard error, after a second.
-
-    The work is reported by `numerics.work`, and `of` names it.
-    """
+    """Prints the share of work (`numerics.work`) done in its `with` block, after a second."""
     from fedsim.privacy.numerics import work
 
     started = last = time.monotonic()

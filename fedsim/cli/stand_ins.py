@@ -76,9 +76,8 @@ class _Finder(MetaPathFinder, Loader):
 def read_without_libraries(read: Callable[[], Any], *groups: str) -> Any:
     """Returns the value of `read`, computed in a process without libraries where that is possible.
 
-    `read` imports what it needs itself, and its value comes back through JSON. If a plugin of one
-    of the entry-point `groups` fails to load with stand-ins, this process calls `read` with the
-    libraries.
+    It comes back through JSON. If a plugin of one of the entry-point `groups` fails to load with
+    stand-ins, this process calls `read` with the libraries.
     """
     # What is imported already costs nothing more.
     if sys.modules.keys() & LIBRARIES:

@@ -331,10 +331,7 @@ def list_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, str]
 
 
 def hashes(run: StoredRun) -> list[tuple[str, str]]:
-    """Returns (name, SHA-256) of a run's files, of all its recordings and all its reconstructions.
-
-    The latter digests are of the lines that `sha256sum` prints for the files, sorted by path.
-    """
+    """Returns (name, SHA-256) of a run's files, and of what `sha256sum` prints of its folders."""
     digests = [(name, _sha256(path)) for name in _FILES if (path := run.folder / name).is_file()]
     for part in ("observations", "reconstructions"):
         files = {

@@ -277,8 +277,8 @@ def best_of_several(
 def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
     """Returns how badly `row` leaks pictures or features, judged by the lower end of intervals.
 
-    `rows` are all rows that `row` was chosen among. A gain that prior knowledge alone explains is
-    no leak. Labels and membership are judged by `leaks_told`.
+    A gain that prior knowledge alone explains is no leak. Labels and membership are judged by
+    `leaks_told`.
     """
     if row.n_ok == 0:
         return "failed"
@@ -951,10 +951,7 @@ def _why_untested(
 
 
 def attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
-    """Returns a key of what was tried, (attack, round, batch size); equal attempts have equal keys.
-
-    With `summed` the batch size is None: a sum is of more images than the updates in it.
-    """
+    """Returns a key of what was tried, (attack, round, batch size); None for the size of a sum."""
     attack = json.dumps(json.loads(row.cell)["attack"], sort_keys=True)
     return attack, row.round, None if summed else row.batch_size
 

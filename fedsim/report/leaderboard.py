@@ -67,8 +67,7 @@ def own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | Non
 def due_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
     """Returns the part of each row's gain that counts: its own, where a control can tell that.
 
-    Another batch of the same client is no such control: where any row has one, the whole gain
-    counts. The result is None where that of `gains` is.
+    Where any control is another batch of the same client, which is none, the whole gain counts.
     """
     if any(row.control and row.control.of == "batch" and row.other_update for row in rows):
         return None if (whole := gains(rows, name)) is None else [*whole]
@@ -126,8 +125,8 @@ def images(rows: Sequence[ResultRow]) -> int | None:
 def units(rows: Sequence[ResultRow]) -> list[list[int]]:
     """Groups the indices of `rows` so that no two groups have an image in common, in order.
 
-    Trials of one image are one measurement of it. Each release of a table is a group of its own,
-    since it tosses its own coins on which rows take part.
+    Each release of a table is a group of its own, since it tosses its own coins on which rows take
+    part.
     """
     groups: list[tuple[set[str], list[int]]] = []
     for index, row in enumerate(rows):
@@ -494,11 +493,7 @@ def _worst(rows: list[ResultRow], name: str, values: list[float] | None) -> floa
 def accuracy_of(
     evaluated: Sequence[UtilityOf | RoundRow], *, confidence: float = 0.95
 ) -> Accuracy | None:
-    """Returns the mean accuracy over runs, with its interval at this `confidence`.
-
-    The interval is that of the smallest test set. The result is None if nothing was tested, or a
-    run does not say what it was tested on.
-    """
+    """Returns the mean accuracy over runs, with the interval of the smallest test set."""
     measured = [u for u in evaluated if u.test_accuracy is not None]
     sizes = [
         (u.test_examples, u.test_chance) for u in measured if u.test_examples and u.test_chance

@@ -1,7 +1,4 @@
-"""Whether runs keep to limits, and whether one leaks more than another: for a check before a merge.
-
-What was not measured keeps to no limit.
-"""
+"""Whether runs keep to limits, which nothing unmeasured does, and whether one leaks more."""
 
 from __future__ import annotations
 

@@ -82,8 +82,7 @@ _FORMATTER = _Messages()
 def fill(message: str, **values: Any) -> str:
     """Returns `message` with each `{name}` replaced by the value of that name.
 
-    A field may name a format: a key of `_FORMATS`, `{n:count image}` or, of two decimals,
-    `{x:number 2}`.
+    A field may name a format: a key of `_FORMATS`, `count NOUN`, or `number` of decimals.
     """
     return _FORMATTER.vformat(message, (), values)
 

@@ -1,8 +1,4 @@
-"""Writes the page of runs: one HTML file that opens anywhere, with nothing to fetch.
-
-Its content security policy lets no script run but its own, which sorts, filters and follows a live
-run; all content is there without it.
-"""
+"""Writes the page of runs: one HTML file that opens anywhere, with nothing to fetch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Draws truth and reconstruction side by side, of one trial and of a whole run.
-
-Pixels are the scored ones, enlarged but never rescaled.
-"""
+"""Draws truth and reconstruction side by side: scored pixels, enlarged but never rescaled."""
 
 from __future__ import annotations
 
@@ -143,8 +140,7 @@ def plates_of(
     """Returns `LeaderboardRow.cell` -> plate, and the number of plates that have no room.
 
     All rows of one comparison, batch size and round show the same image first, so that defenses can
-    be compared: the median image of the median trial of their first row. A row that did not attack
-    that image shows its own median trial. The strongest attacks come first, up to `PIXELS`.
+    be compared: the median image of the median trial of their first row. The strongest come first.
     """
     scored = scored_trials(runs)
     victims: dict[tuple[object, ...], str | None] = {}
@@ -326,11 +322,7 @@ def save_overview(folder: Path) -> Path | None:
 
 
 def choose_defenses(runs: Sequence[StoredRun]) -> list[ShownDefense]:
-    """Returns the strongest attack on each defense, as the leaderboard ranks those with images.
-
-    All are of the smallest batch size, of the first and the last attacked round, and of the threat
-    model and vantage of the first row, so that stacks can be compared.
-    """
+    """Returns the strongest attack on each defense, as the leaderboard ranks those with images."""
     trials = scored_trials(runs)
     rows = [row for row in aggregate(measurements(runs)) if trials.get(row.cell)]
     rows = [row for row in rows if row.comparison[-2:] == rows[0].comparison[-2:]]

@@ -51,10 +51,7 @@ def _cells(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def made_of_public(members: Sequence[Row], root: Path) -> Path | None:
-    """Returns the file of a cell's reconstruction of public images; None if there is none.
-
-    `members` are all rows of one stack, attack, vantage, batch size and round.
-    """
+    """Returns the file of a cell's reconstruction of public images; `members` are its rows."""
     for row in members:
         path = reconstruction_path(folder_of(root), row["attack"]["label"], row["observation"])
         if path.exists():

@@ -166,10 +166,7 @@ class UtilityOf(RowPart):
 
 
 class ClaimOf(RowPart):
-    """States the (ε, δ) claimed of the whole stack; ε is None where nothing is accounted.
-
-    Fields are those of `PrivacyClaim`, with an ε of "inf" where nothing is proven.
-    """
+    """States the (ε, δ) claimed of the whole stack, as `PrivacyClaim`; an ε of "inf": nothing."""
 
     epsilon: float | Literal["inf"] | None = None
     delta: float | None = None
@@ -182,10 +179,7 @@ class ClaimOf(RowPart):
 
 
 class PrivacyOf(ClaimOf):
-    """States the claim, the owner of its noise's secret, and what an audit measured.
-
-    In a row of results the claim is that for the attacked release; `run` is that for all of them.
-    """
+    """States the claim of the attacked release, its noise's secret, and what an audit measured."""
 
     noise_key: str | None = None
     audited_epsilon: float | None = None

@@ -107,11 +107,7 @@ class ReportError(FedsimError):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """Holds the content of one folder of results: a run, or one variant of a sweep.
-
-    `rows` are those of status `ok` or `failed`. `record` and `scenario` are empty without their
-    files.
-    """
+    """Holds the content of one folder of results: a run, or one variant of a sweep."""
 
     folder: Path
     rows: list[ResultRow]
@@ -308,11 +304,7 @@ def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun
 
 
 def measurements(runs: Iterable[StoredRun]) -> list[ResultRow]:
-    """Returns the rows of `runs`, each measurement once.
-
-    Rows of one scenario seed, one variant and one content are copies, of which the one with the
-    largest ε is kept.
-    """
+    """Returns the rows of `runs`, each measurement once; of copies the one with the largest ε."""
     rows: dict[tuple[str, str, str], ResultRow] = {}
     for run in runs:
         seed = str(run.setting("seed"))
