@@ -12,8 +12,7 @@ from fedsim.scenario.build import build_stack, declared_training
 from fedsim.scenario.checks import cautions
 from fedsim.scenario.document import Document, ScenarioError, ScenarioProblem
 from fedsim.scenario.model import Scenario
-from fedsim.scenario.resolve import dump, resolve
-from fedsim.scenario.schema import json_schema
+from fedsim.scenario.resolve import dump, json_schema, resolve
 from fedsim.scenario.sweep import (
     Variant,
     expand,
