@@ -14,11 +14,9 @@ class Clock:
         self.now = 0.0
 
     def monotonic(self) -> float:
-        """Seconds."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Let `seconds` pass, at once."""
         self.now += seconds
 
 

@@ -78,7 +78,6 @@ def _pool(workers: int, shared: object) -> Iterator[tuple[Executor, queue.Queue[
 
 @contextmanager
 def attacks_here() -> Iterator[None]:
-    """Start no workers within the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "pool", _pool)
         yield

@@ -33,7 +33,6 @@ def write_package(page: str, package: str, folder: Path, suffix: str = "") -> Pa
 
 
 def run_tests(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the package's own tests in a process of their own."""
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],

@@ -41,14 +41,11 @@ class Idle(Attack[AttackState]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> AttackState:
-        """Nothing."""
         return AttackState(loss=torch.zeros(()))
 
     def step(self, state: AttackState) -> AttackState:
-        """Nothing."""
         state.iteration += 1
         return state
 
     def terminate(self, state: AttackState) -> bool:
-        """At once."""
         return state.iteration > 0

@@ -150,7 +150,6 @@ def test_resuming_a_finished_run_changes_nothing(finished: Run) -> None:
 def test_rows_that_the_run_never_had_are_refused_before_any_work(
     finished: Run, file: str, change: dict[str, Any], tmp_path: Path
 ) -> None:
-    """They name files and stacks."""
     out = tmp_path / "out"
     shutil.copytree(finished.out, out)
     first, *others = (out / file).read_text().splitlines()

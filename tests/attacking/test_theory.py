@@ -41,7 +41,6 @@ def seen(
 
 
 def rate(observation: Observation) -> float:
-    """Its rate, which there is."""
     found = observed_rate(observation)
     assert found is not None
     return found

@@ -47,7 +47,6 @@ class Quiet(Idle):
     """Answers pixels of no image that there could be."""
 
     def postprocess(self, state: AttackState) -> Reconstruction:
-        """After more iterations than it had."""
         return Reconstruction(images=torch.zeros(1, 9, 9, 9), loss=0.0, iterations=7)
 
 
@@ -57,7 +56,6 @@ class Spy(Quiet):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> AttackState:
-        """Look around."""
         raise AttackFailed(f"in process {os.getpid()}: {searched()}")
 
 

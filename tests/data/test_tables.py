@@ -35,7 +35,6 @@ def source(file: Path, body: list[str] | None = None, **changes: Any) -> TableFi
 
 
 def everything(table: Table) -> torch.Tensor:
-    """All rows, sorted."""
     rows = torch.cat([table.train_rows, table.test_rows])
     return rows[rows[:, 0].argsort()]
 

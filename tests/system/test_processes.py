@@ -53,7 +53,6 @@ def until(happened: Callable[[], object], process: subprocess.Popen[str] | None 
 
 
 def children(pid: int) -> set[int]:
-    """Processes that `pid` started and that run."""
     pids = set()
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -94,7 +93,6 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def begin(path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
-    """Start a run on so many workers; it is ended with the test."""
     begun: list[subprocess.Popen[str]] = []
 
     def begin(workers: int) -> subprocess.Popen[str]:
@@ -117,7 +115,6 @@ def attacking(path: Path) -> bool:
 
 
 def brief(path: Path, more: str = "") -> None:
-    """Make all attacks of the scenario quick."""
     text = path.read_text().replace("iterations: 1000000", "iterations: 1")
     path.write_text(text + more)
 
