@@ -327,10 +327,7 @@ def simulate_training(
     mode: Mode,
     rule: StepRule | None = None,
 ) -> LocalTraining:
-    """Returns the local training that attacks simulate in place of an app's.
-
-    Several epochs become one whose learning rate carries the same total weight, and batches equal.
-    """
+    """Returns the local training that attacks simulate: epochs as one of their total weight."""
     again = LocalTraining(
         algorithm="fedavg",
         steps=steps,

@@ -158,10 +158,8 @@ def seed_of(observation: Observation, label: str) -> int:
 
 
 def hide_defenses(observation: Observation) -> Observation:
-    """Returns what an attack sees that is not told of the defenses: an undefended update.
-
-    A model that a defense altered stays, since the attacker has its code and weights.
-    """
+    """Returns what an attack sees that is not told of the defenses: an undefended update."""
+    # An altered model stays, since the attacker has its code and weights; so do local steps.
     spec = observation.spec
     if isinstance(spec, ReleaseSpec):
         spec = replace(spec, sigma=0.0, statistics={})

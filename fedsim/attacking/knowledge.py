@@ -179,10 +179,8 @@ def hand_over_row(
 
 
 def batch_statistics(observation: Observation, truth: Truth) -> dict[str, Tensor]:
-    """Returns `<layer>.mean` and `<layer>.var` (biased) of each batch norm's input, by channel.
-
-    No attacker has these statistics of all the victim's images, though some papers assume it.
-    """
+    """Returns `<layer>.mean` and `<layer>.var` (biased) of each batch norm's input, by channel."""
+    # No attacker has these of all the victim's images, though some papers assume it.
     model = rebuild(observation).train()
     found: dict[str, Tensor] = {}
 

@@ -365,10 +365,7 @@ def _prefixes(names: Sequence[str]) -> list[str]:
 def checked_examples(
     images: Tensor, labels: Tensor, spec: ModelSpec, count: int, *, where: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """Returns a caller's images and labels of `spec`'s model, as float32 and int64 on the CPU.
-
-    Other than `count` images with pixels in [0, 1], and their classes, are refused.
-    """
+    """Returns `count` images in [0, 1] and classes, as float32 and int64 on the CPU, or refuses."""
     shape = (count, *spec.input_shape)
     if tuple(images.shape) != shape:
         raise FedsimError(f"{where}images: expected shape {shape}, got {tuple(images.shape)}")

@@ -1,7 +1,6 @@
 """Runs the attack stage: every (observation, attack) is a job.
 
-This process takes out of the truth what is granted. Workers that attack are handed questions
-(`question`) and nothing else; this process, or others where many attack, scores the answers.
+This process takes out of the truth what is granted, and workers are handed questions alone.
 """
 
 from __future__ import annotations

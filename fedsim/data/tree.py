@@ -88,10 +88,7 @@ class Tree(ABC):
     def left_out(
         self, used: Container[Parts], depth: Callable[[Parts], int] | None
     ) -> Iterator[tuple[Parts, str]]:
-        """Yields the visible files that are not `used`, each with the reason.
-
-        `depth` returns the number of parts that a used path has; None allows any number.
-        """
+        """Yields visible files that are not `used`, whose parts `depth` counts, with the reason."""
         for path in self._paths():
             if path in used or not _is_visible(path):
                 continue

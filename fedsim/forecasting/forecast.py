@@ -68,10 +68,7 @@ class Forecast:
 
     @property
     def reason(self) -> str:
-        """Reason, as a clause, why no gain is told; empty if one is.
-
-        Where matching gradients gains nothing, no gain is told of a first attack by other means.
-        """
+        """Reason, as a clause, why no gain is told; empty if one is."""
         # Noise that hides the images even from an attack without descent hides them from any.
         hidden = self.estimate.ceiling is not None and _answer(self.estimate.ceiling) == "no"
         if not self.beyond or hidden or _answer(self.estimate.gain) != "no":

@@ -32,10 +32,7 @@ class WorkQueue:
         """Id of the thread that works or hands over, which `finish` must not hold up; else 0."""
 
     def later(self, job: Callable[[], None], size: int = 0) -> None:
-        """Runs `job`, which holds `size` bytes, in another thread, and returns once there is room.
-
-        A job has to report its failures itself.
-        """
+        """Runs `job`, which holds `size` bytes and reports its own failures, in another thread."""
         with self._changed:
             while self._bytes and self._bytes + size > self._most:
                 self._changed.wait()

@@ -95,10 +95,7 @@ class Exchange(BaseModel):
 
 
 class Recorder:
-    """Writes the exchanges of one run as they come, one thread at a time, and keeps none in memory.
-
-    Methods that save do not look at rounds or nodes: the caller asks `wants` before.
-    """
+    """Writes the exchanges of one run as they come, one thread at a time, where it `wants` them."""
 
     def __init__(
         self,
@@ -110,11 +107,7 @@ class Recorder:
         clients: int | None,
         max_bytes: int,
     ) -> None:
-        """Goes on with what is already written of the run below `out`, if there is anything.
-
-        Of `rounds` and `clients`, the nodes that come first, None is all. `max_bytes` bounds the
-        folder.
-        """
+        """Goes on with what is written of the run; None is all `rounds`, and all `clients`."""
         self.folder = out / f"run-{run_id}"
         self._run_id = run_id
         self._side: TapSide = side
@@ -189,13 +182,11 @@ class Recorder:
             self._used += len(text)
 
     def note_parts(self, kind: PartKind, parts: Sequence[DeployedPart]) -> None:
-        """Keeps what the app consists of, outermost first; parts that were noted are replaced.
-
-        Mods that differ from those noted before are counted as `CHANGED`; strategies have a state.
-        """
+        """Keeps what the app consists of, outermost first; other mods count as `CHANGED`."""
         before = self._parts.get(kind)
         if before != list(parts):
             self._parts[kind] = list(parts)
+            # A strategy's settings change with its state.
             if kind == "mods" and before is not None:
                 self.leave_out(CHANGED)
             # Without a recorded answer there is nothing to describe.

@@ -213,8 +213,7 @@ def load_public_labels(root: Path) -> Tensor | None:
 def load_beside(path: Path, attacked: Observation) -> tuple[Observation, ...]:
     """Reads what the watcher of a recording of training saw up to its round, by round and client.
 
-    The attacked recording, at `path`, is the last of its client. All tensors are on the CPU;
-    weights that several recordings start from are held once.
+    Tensors are on the CPU; weights that several recordings start from are held once.
     """
     seen: list[Observation] = []
     for other in paths_beside(path, attacked):

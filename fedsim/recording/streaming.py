@@ -1,7 +1,6 @@
 """Writes arrays as safetensors piece by piece: no copy of them is made, and none is held.
 
-A file's digest is XXH3 of 128 bits, which takes a tenth of SHA-256's time. It tells damage; it is
-no proof against somebody who may write there, nor is any digest that lies beside its file.
+A file's digest is XXH3 of 128 bits, a tenth of SHA-256's time: it tells damage, and is no proof.
 """
 
 from __future__ import annotations

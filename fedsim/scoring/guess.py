@@ -221,8 +221,7 @@ def mean_image(images: Tensor) -> Tensor:
 def near_copies(images: Tensor, public: Tensor) -> int:
     """Returns how many of the `images` (N, C, H, W) have a near copy in `public` (P, C, H, W).
 
-    Near copies have a cosine of at least 0.99, averaged to 16x16 pixels or fewer and less their
-    means. Copies that are cropped, moved or mirrored are not noticed.
+    Copies that are cropped, moved or mirrored are not noticed.
     """
     known = _outlines(public)
     parts = torch.split(images, CHUNK)

@@ -1,10 +1,8 @@
 """Ctrl-C, SIGTERM and SIGHUP: the command ends with status 130 and says how to go on.
 
-The first of them raises `Interrupted`, so that what is under way can be put in order. A second one
-ends the process at once, and so does a first one that was lost (in a callback that drops
-exceptions) or that waits behind a long computation: a thread of its own sees to it.
-
-Imports the standard library alone, since interrupts come early, too.
+The first raises `Interrupted`, so that what is under way can be put in order. A second one ends the
+process at once, as a first one does that was lost or waits behind a long computation. Imports the
+standard library alone, since interrupts come early, too.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
     """Locks `folder`, made if it is missing, inside the block against other runs, or refuses.
 
-    `option` names the option by which a user chooses another folder. On a file system without locks
-    a warning is given, and nothing is locked.
+    `option` is how a user chooses another. A file system without locks gives a warning.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / NAME

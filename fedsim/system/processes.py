@@ -89,8 +89,7 @@ def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Qu
 def child(target: Callable[..., object], *arguments: object) -> Iterator[BaseProcess]:
     """Runs `target(*arguments)` in a process that ends with the block, which gets the process.
 
-    It gets no interrupts, and also ends with the thread that starts it. `target` must be a function
-    of a module, not of the script, and `arguments` must be picklable.
+    It also ends with the thread that starts it. `target` is a function of a module, no script's.
     """
     context = _SpawnContext()
     end, lifeline = context.Pipe(duplex=False)

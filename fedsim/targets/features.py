@@ -52,10 +52,7 @@ def feature_cosine(reconstruction: Tensor, truth: Tensor) -> Tensor:
 
 
 def feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Returns ||r - t|| / ||t|| of each reconstructed r and true t (N, d): (N,).
-
-    0 is exact, and 1 is a guess of zero. The reason is returned where a true feature is zero.
-    """
+    """Returns ||r - t|| / ||t|| of reconstructed r and true t (N, d): (N,), unless a t is 0."""
     norm = torch.linalg.vector_norm(truth.double(), dim=1)
     if not bool(norm.all()):
         return Unavailable("a true feature vector is zero, so there is no relative error")

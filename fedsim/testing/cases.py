@@ -406,8 +406,7 @@ def make_kernel_release(
 ) -> tuple[Observation, RowTruth]:
     """Returns what a server sees of a kernel regression of uint8 images, and the truth.
 
-    `members` (N,) bool says whether each image takes part, and `parameters` are those of learner
-    ntk. Without an aggregation defense the release is that of the first client.
+    `members` (N,) bool says whether each image takes part; `parameters` are of learner ntk.
     """
     stack = build_stack([reference(member) for member in defense])
     channels = images.shape[1]
