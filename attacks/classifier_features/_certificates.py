@@ -25,16 +25,10 @@ from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGr
 from fedsim_attacks.classifier_features._profile import Consistency, Fits, Profile
 
 _ROUNDED = (4 * 2.0**-24) ** 2
-"""Share of the gradient that rounding of float32 may leave. Rounding of logits and probabilities is
-alike in all entries of a row, so that no column's sum shows it."""
-_SCATTER = 12.0
-"""Relative excess of the noise's energy over its mean that is allowed, times the root of the number
-of equations. The mean is estimated from columns' sums, and has an error of its own."""
-_FARTHEST = 1e3
-"""Largest factor by which an image whose features are open widens the bounds of others: beyond, it
-has no error signal with which it could."""
-_SAFETY = 3.0
-"""Standard deviations by which an image's features may be off."""
+"""Share of the gradient that rounding may leave, alike in all entries of a row: no sum shows it."""
+_SCATTER = 12.0  # relative excess of noise's energy, times the root of the equations' number
+_FARTHEST = 1e3  # largest factor by which an image whose features are open widens others' bounds
+_SAFETY = 3.0  # standard deviations by which an image's features may be off
 
 
 def bound_residual(problem: Consistency | Profile) -> float:
@@ -54,9 +48,8 @@ def is_explained(problem: Consistency | Profile, loss: float) -> bool:
 
 def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tensor:
     """Bounds the relative error of each image's features (N,), of start `index` of `fits`."""
-    # At three standard deviations of the noise, or of what the fit leaves, if that is more.
-    # Infinite for an image without an error signal. Of first order: `widen_bounds` corrects large
-    # ones.
+    # At three standard deviations of noise, or of what the fit leaves; infinite for an image with
+    # no error signal. Of first order: `widen_bounds` corrects large ones.
     classifier = problem.classifier
     try:
         variances = problem.variances(fits.points[index], fits.labels[index])
@@ -77,38 +70,23 @@ def widen_bounds(bounds: Tensor) -> Tensor:
     return bounds * bounds.max().nan_to_num(_FARTHEST).clamp(1.0, _FARTHEST)
 
 
-_ROUNDING = 4.0
-"""Residual of an entry that a solution may leave, root mean square, over its rounding."""
-_RIGHT = 0.03
-"""Relative error of features (a cosine of 0.9995) up to which they are right."""
-_WRONG = 0.03
-"""Root of the share of the gradient that features of wrong labels usually leave."""
-_NATS = 10.0
-"""Log-odds against coincidence that the equations left over must have, beyond the labels' own
-number: a chance of 5e-5."""
-_CHANGES = 36
-"""Labels that are changed at most, one at a time, the likeliest first."""
-_WORK = 3e8
-"""Budget for changed labels, each of which costs the cube of the number of unknowns."""
-_LENGTHS = (0.1, 0.3, 3.0, 10.0)
-"""Factors of the features' lengths at which rivals start."""
-_ITERATIONS = 20
-"""Iterations of a rival's descent."""
-_PROMISING = 1e4
-"""Loss over the tolerance up to which a rival is descended further: it may be on its way."""
-_FURTHER = 120
-"""Iterations of a promising rival's second descent."""
-_AS_GOOD = 100.0
-"""Loss over the tolerance up to which a rival explains the gradient too."""
+_ROUNDING = 4.0  # root mean square residual of an entry that a solution may leave, over rounding
+_RIGHT = 0.03  # relative error of features (a cosine of 0.9995) up to which they are right
+_WRONG = 0.03  # root of the share of the gradient that features of wrong labels usually leave
+_NATS = 10.0  # log-odds against coincidence that equations left over must have: a chance of 5e-5
+_CHANGES = 36  # labels that are changed at most, one at a time, the likeliest first
+_WORK = 3e8  # budget for changed labels, each of which costs the cube of the number of unknowns
+_LENGTHS = (0.1, 0.3, 3.0, 10.0)  # factors of the features' lengths at which rivals start
+_ITERATIONS = 20  # iterations of a rival's descent
+_PROMISING = 1e4  # loss over the tolerance up to which a rival is descended further
+_FURTHER = 120  # iterations of a promising rival's second descent
+_AS_GOOD = 100.0  # loss over the tolerance up to which a rival explains the gradient too
 
 
 def certify_images(
     classifier: ClassifierGradient, features: Tensor, labels: Tensor, others: Tensor
 ) -> Tensor:
-    """Returns a mask (N,) of the images whose features and labels are known to be right.
-
-    Features are right up to a relative error of 3 %. From `others` (S, N, d) rivals are searched.
-    """
+    """Returns a mask (N,) of the images whose features and labels are known to be right."""
     none = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
     if not is_declared(classifier) or not bool(features.isfinite().all()):
         return none

@@ -25,12 +25,10 @@ from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 from fedsim.words import number_of
 
-_LARGEST_BATCH = 128
-"""Images up to which all their features are sought at once: unknowns are their square."""
+_LARGEST_BATCH = 128  # images at once, at most: unknowns are their square
 
 _FINEST, _COMPARED, _OFF = 1 << 12, 64, 0.01
-"""Largest number of levels between 0 and the least entry of a grid; number of values that tell its
-spacing; and distance from a level, in spacings, that float32 may leave."""
+"""Levels up to the least entry of a grid; values that tell it; and how far off float32 may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +58,7 @@ class ClassifierGradient:
     bias_weight: float = 1.0
     """Spacing of the weights' gradient's grid over that of the bias's; 1 if either is not known."""
     removed_below: Tensor | None = None
-    """(d + 1,): magnitude that removed entries of each column had at most, infinite where not
-    known."""
+    """(d + 1,): magnitude that removed entries of a column had at most, infinite if not known."""
     divisor: float = 1.0
     """Always 1: only a two-layer head divides its logits."""
     rounding: float = 2.0**-24
@@ -199,11 +196,6 @@ class ClassifierGradient:
     def with_constant(self, features: Tensor) -> Tensor:
         """Appends the constant 1 to `features` (..., d) if the classifier has a bias."""
         return F.pad(features, (0, 1), value=1.0) if self.biased else features
-
-    @property
-    def kept(self) -> Tensor:
-        """Boolean mask (K, d + 1) of the gradient's entries that no defense has removed."""
-        return self.gradient != 0
 
     @property
     def noise(self) -> float:

@@ -24,8 +24,7 @@ from fedsim.types import LocalTraining, Observation
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._profile import Fits, Profile
 
-_DECAY = 0.75
-"""Factor of the gradient from step to step, assumed until the steps are known."""
+_DECAY = 0.75  # factor of the gradient from step to step, assumed until the steps are known
 
 
 def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation:
@@ -66,15 +65,11 @@ def middle(training: LocalTraining, shares: Sequence[float]) -> float:
     return sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights)
 
 
-_IMAGES = 256
-"""Images of noise whose features are watched as they drift."""
-_BRIGHTNESS = 0.5
-"""Standard deviation of the brightness of these images, over that of their pixels."""
-_TRIED = 128
-"""Further images of noise, on which the predicted drift is tested."""
+_IMAGES = 256  # images of noise whose features are watched as they drift
+_BRIGHTNESS = 0.5  # standard deviation of the brightness of these images, over that of their pixels
+_TRIED = 128  # further images of noise, on which the predicted drift is tested
 _PARTS = slice(_IMAGES), slice(_IMAGES, None)
-_RIDGE = 1e-2
-"""Ridge of the drift's regression, over the mean square of a feature."""
+_RIDGE = 1e-2  # ridge of the drift's regression, over the mean square of a feature
 
 
 def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
@@ -141,15 +136,13 @@ def _features(observation: Observation, share: float, images: Tensor) -> Tensor:
     return features_of(model, moved.parameters, moved.buffers, images, training).double()
 
 
-_MIDDLE_ERROR = 0.02
-"""Root mean square error of an entry, over that of all, where the steps are taken for one."""
+_MIDDLE_ERROR = 0.02  # relative error of an entry where the steps are taken for one
 _ERRORS = (0.01, 0.005, 0.003, 0.003)
 """The same after each correction; the last ones are what the model of the drift leaves."""
 _FOLLOWED = 0.25
 """Largest unexplained drift of a path that is followed: 0.05 to 0.14 where that helps, and 0.4 to
-1.2 in fresh networks, whose features drift farther than they are apart."""
-_ITERATIONS = 60
-"""Iterations of the fit after each correction."""
+1.2 in fresh networks."""
+_ITERATIONS = 60  # iterations of the fit after each correction
 
 
 @final

@@ -8,8 +8,7 @@ gradient is left out, as a cut to its strongest directions does: noise hides wea
 long before it hides them from the fit, whose errors are those that the noise allows.
 
 Many starts are fitted at once by Levenberg's and Marquardt's method (1944, 1963). Entries that
-pruning removed are filled in by what the features imply (`complete_gradient`). A search for labels
-goes on from fits of which some images are exchanged (`exchange_images`).
+pruning removed are filled in by what the features imply (`complete_gradient`).
 """
 
 from __future__ import annotations
@@ -27,20 +26,16 @@ from torch.func import jacfwd, vmap
 
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 
-_FIRST_DAMPING = 1e-2
-"""Damping at the start, in units of the diagonal of J'J."""
+_FIRST_DAMPING = 1e-2  # damping at the start, in units of the diagonal of J'J
 _EASED, _RAISED = 0.2, 3.0
 """Factors of the damping after a step that lowered the sum of squares, and after any other."""
-_DAMPING = (1e-12, 1e8)
-"""Least and largest damping."""
-_FLAT = 1e-12
-"""Least entry of the diagonal, over the largest; below are directions that change no residual."""
+_DAMPING = (1e-12, 1e8)  # least and largest damping
+_FLAT = 1e-12  # entry of the diagonal, over the largest, below which no residual changes
 
 Batched = Callable[[Tensor, Tensor], Tensor]
 """Function from points (S, n) and constants to residuals (S, e), or to Jacobians (S, e, n)."""
 Normals = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function from points (S, n), their starts' constants and residuals r (S, e) to J'J (S, n, n) and
-J'r (S, n)."""
+"""Function from points (S, n), constants and residuals (S, e) to J'J (S, n, n) and J'r (S, n)."""
 
 
 def make_normals(jacobians: Batched) -> Normals:
@@ -53,14 +48,6 @@ def make_normals(jacobians: Batched) -> Normals:
     return normals
 
 
-class Minima(NamedTuple):
-    """Points that descents from several starts have reached."""
-
-    points: Tensor
-    """(S, n): the last point of each start."""
-    losses: Tensor
-
-
 def minimize(
     residuals: Batched,
     normals: Normals,
@@ -68,8 +55,8 @@ def minimize(
     given: Tensor,
     iterations: int,
     enough: float = 0.0,
-) -> Minima:
-    """Minimizes the squared norm of `residuals` from each of the S `starts` (S, n) at once.
+) -> tuple[Tensor, Tensor]:
+    """Minimizes the squared norm of `residuals` from S `starts` (S, n): last points, and losses.
 
     `given` are constants of each start, such as its labels. All descents end after `iterations`
     steps, once no start improves, or as soon as the sum of squares of one is below `enough`.
@@ -80,7 +67,7 @@ def minimize(
     losses = there.square().sum(1)
     # A single image with a bias has no unknowns: its row space and the constant fix it.
     if not starts.shape[1]:
-        return Minima(points, losses)
+        return points, losses
     moved = True
     for _ in range(iterations):
         # Damping at its bound everywhere means that no start can be lowered any more.
@@ -105,13 +92,11 @@ def minimize(
         there = torch.where(better[:, None], left, there)
         losses = torch.where(better, reached, losses)
         damping = torch.where(better, _EASED * damping, _RAISED * damping).clamp(*_DAMPING)
-    return Minima(points, losses)
+    return points, losses
 
 
-_CHUNK = 1 << 24
-"""Entries of the Jacobians that are held at once (128 MiB)."""
-_NOTHING = 1e-100
-"""Least singular value, so that squares of its inverse are finite."""
+_CHUNK = 1 << 24  # entries of the Jacobians that are held at once (128 MiB)
+_NOTHING = 1e-100  # least singular value, so that squares of its inverse are finite
 
 # The first forward derivative has torch load a module in which it uses torch.jit.script itself.
 warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
@@ -167,7 +152,6 @@ class Consistency:
 
     @property
     def classes(self) -> int:
-        """Number of classes K."""
         return len(self.classifier.weights)
 
     def unknowns(self, features: Tensor) -> Tensor:
@@ -183,7 +167,7 @@ class Consistency:
         return whole[..., :-1] if self.classifier.biased else whole
 
     def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
-        """Fits the gradient from `points` (S, n) with fixed `labels` (S, N), in some `iterations`.
+        """Fits the gradient from `points` (S, n) with fixed `labels` (S, N).
 
         All descents end once one start leaves no more than the share `enough` of the gradient's
         energy. Starts that were not yet reached by then are missing at the end of the result.
@@ -191,7 +175,7 @@ class Consistency:
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // (3 * jacobian))
-        found: list[Minima] = []
+        found: list[tuple[Tensor, Tensor]] = []
         normals: Normals = self._normals
         # The products in `_normals` hold for one step without factors; else J itself is built.
         if self.classifier.rates or self.classifier.factors:
@@ -199,13 +183,13 @@ class Consistency:
         share = enough * float(self._energy)
         for part in zip(torch.split(points, size), torch.split(targets, size), strict=True):
             found.append(minimize(vmap(self.residual), normals, *part, iterations, share))
-            if bool((found[-1].losses < share).any()):
+            if bool((found[-1][1] < share).any()):
                 break
-        minima = Minima(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        reached, sums = (torch.cat(parts) for parts in zip(*found, strict=True))
         # Chunks after the one that explained enough were not descended.
-        labels = labels[: len(minima.losses)]
-        losses = minima.losses / self._energy
-        return Fits(self.features(minima.points, labels), labels, losses, minima.points)
+        labels = labels[: len(sums)]
+        losses = sums / self._energy
+        return Fits(self.features(reached, labels), labels, losses, reached)
 
     @property
     def freedom(self) -> int:
@@ -321,19 +305,14 @@ class Consistency:
 
 
 _SHARED = 100.0
-"""Variance of what a batch's features share over that around it: large, as good as unknown."""
-_VANISHED = 1e-13
-"""Eigenvalue of D'D, over the largest, below which one is rounding and explains nothing."""
-_APART = 1e-15
-"""Distance by which equal eigenvalues are moved apart, over the largest."""
-_LARGEST = 50.0
-"""Logarithm of a factor that a step may try: beyond, squares of error signals overflow."""
+"""Variance of what a batch's features share, over that around it: as good as unknown."""
+_VANISHED = 1e-13  # eigenvalue of D'D, over the largest, below which one is rounding
+_APART = 1e-15  # distance by which equal eigenvalues are moved apart, over the largest
+_LARGEST = 50.0  # log of a factor that a step may try: beyond, squares of error signals overflow
 NARROWED = 2
 """Times that the features' spread is estimated, and the fit repeated with it."""
-_WIDER = 3.0
-"""Factor of the estimated spread; with a smaller one some features gain what others lose."""
-_EXPECTATIONS = 30
-"""Rounds of the estimate of how far a batch's features are from what they share."""
+_WIDER = 3.0  # factor of the estimated spread; with less, features gain what others lose
+_EXPECTATIONS = 30  # rounds of the estimate of how far a batch's features are from what they share
 
 
 class _Parts(NamedTuple):
@@ -384,7 +363,6 @@ class Profile:
 
     @property
     def classes(self) -> int:
-        """Number of classes K."""
         return len(self.classifier.weights)
 
     @property
@@ -476,11 +454,7 @@ class Profile:
         return gradient
 
     def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
-        """Fits the gradient from `points` (S, n) with fixed `labels` (S, N), in some `iterations`.
-
-        Starts that are descended together end once one of them leaves no more than the share
-        `enough` of the gradient's energy. The result has all starts, in their order.
-        """
+        """Fits the gradient from `points` (S, n) with fixed `labels` (S, N), of every start."""
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // jacobian)
@@ -489,9 +463,9 @@ class Profile:
             minimize(self.residuals, normals, *part, iterations, enough * float(self._energy))
             for part in zip(torch.split(points, size), torch.split(targets, size), strict=True)
         ]
-        minima = Minima(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-        losses = minima.losses / self._energy
-        return Fits(self.features(minima.points, labels), labels, losses, minima.points)
+        reached, sums = (torch.cat(parts) for parts in zip(*found, strict=True))
+        losses = sums / self._energy
+        return Fits(self.features(reached, labels), labels, losses, reached)
 
     def narrow(self, fit: Fits, iterations: int) -> Fits:
         """Fits again from `fit` with a normal prior on Y, which noise would spread."""
@@ -588,20 +562,16 @@ def _eigen(matrices: Tensor) -> tuple[Tensor, Tensor]:
     return energies, axes
 
 
-_TURNS = 200
-"""Times that the missing entries are filled in, at most."""
-_STEPS = 2
-"""Iterations of the fit after each filling in."""
-_STRIDE = 1.8
-"""Step of missing entries, over the way to what features imply; above 1 it converges sooner."""
-_STILL = 1e-9
-"""Change of the missing entries, over the gradient's norm, below which they have converged."""
+_TURNS = 200  # times that the missing entries are filled in, at most
+_STEPS = 2  # iterations of the fit after each filling in
+_STRIDE = 1.8  # step of missing entries, over the way to what features imply; 1 converges later
+_STILL = 1e-9  # change of missing entries, over the gradient's norm, at which they have converged
 
 
 def complete_gradient(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
     """Fills in the gradient's missing entries, which are 0, from `fits` of one start."""
     classifier = problem.classifier
-    missing, bound = ~classifier.kept, classifier.removed_below
+    missing, bound = classifier.gradient == 0, classifier.removed_below
     if bound is None:
         bound = torch.full_like(classifier.gradient[0], torch.inf)
     size = float(classifier.gradient.norm())
@@ -616,31 +586,3 @@ def complete_gradient(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
         if float((gradient - before).norm()) < _STILL * size:
             break
     return problem, fits
-
-
-_MOST = 3
-"""Images that are replaced at once, at most."""
-
-
-def exchange_images(
-    images: Tensor,
-    labels: Tensor,
-    drawn: Tensor,
-    *,
-    classes: int,
-    failed: int,
-    rng: torch.Generator,
-) -> tuple[Tensor, Tensor]:
-    """Makes starts (S, N, u) and labels (S, N), in each of which some images are replaced.
-
-    The unknowns `drawn` (S, N, u) take places of `images` (N, u): one, two or three, by turns with
-    the rounds that `failed`. Every second start keeps the labels, in the mean.
-    """
-    starts, count = drawn.shape[:2]
-    # A random permutation for each start, whose first places are exchanged.
-    order = torch.rand(starts, count, generator=rng).argsort(1)
-    replaced = order < min(count, 1 + failed % _MOST)
-    # An offset of 1 to K - 1 gives any label but the present one.
-    others = (labels + torch.randint(1, classes, (starts, count), generator=rng)) % classes
-    relabelled = replaced & (torch.rand(starts, 1, generator=rng) < 0.5)
-    return torch.where(replaced[..., None], drawn, images), torch.where(relabelled, others, labels)

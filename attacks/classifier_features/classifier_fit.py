@@ -5,7 +5,7 @@ that is trained. As long as there are more classes than images, the row space of
 features', and there are more equations than unknowns. All of the gradient is fitted (`Profile`) or,
 of large problems, what its row space holds (`Consistency`). Several local steps are followed along
 the path of the weights (`LocalPath`). Labels are part of what is fitted: where it explains too
-little, some images get other features and labels (`exchange_images`). Entries that pruning removed
+little, some images get other features and labels (exchanges). Entries that pruning removed
 are filled in (`complete_gradient`). How far rounding and noise leave the features open is computed
 for each image (`bound_errors`).
 """
@@ -41,30 +41,20 @@ from fedsim_attacks.classifier_features._profile import (
     Fits,
     Profile,
     complete_gradient,
-    exchange_images,
 )
 from fedsim_attacks.labels.label_inference import infer_labels
 
-_POOL = 128
-"""Images of noise, from whose features each start is drawn."""
-_FIRST = 60
-"""Iterations of the first starts."""
-_EXCHANGED = 40
-"""Iterations after an exchange of images."""
-_EXCHANGES = 128
-"""Exchanges that are tried in a round, at most."""
-_TOGETHER = 8192
-"""Unknowns of the starts that are tried before the search goes on from the best, at most."""
-_BETTER = 0.999
-"""Loss over that before, below which an exchange has found something better."""
-_GIVEN_UP = 8
-"""Rounds in a row that find nothing, after which there are no more."""
-_MANY = 1200
-"""Unknowns up to which a fit leaves nothing of the gradient out; beyond, it keeps the row space."""
-_RIVALS = 4
-"""Features of noise from which a rival of a certificate is sought."""
-_DETERMINED = 0.03
-"""Relative error of features (a cosine of 0.9995) up to which they are determined."""
+_POOL = 128  # images of noise, from whose features each start is drawn
+_FIRST = 60  # iterations of the first starts
+_EXCHANGED = 40  # iterations after an exchange of images
+_EXCHANGES = 128  # exchanges that are tried in a round, at most
+_TOGETHER = 8192  # unknowns of all starts that are tried at once, at most
+_BETTER = 0.999  # loss over that before, below which an exchange has found something better
+_MOST = 3  # images that are replaced at once, at most; one more in each round
+_GIVEN_UP = 8  # rounds in a row that find nothing, after which there are no more
+_MANY = 1200  # unknowns up to which a fit leaves nothing of the gradient out
+_RIVALS = 4  # features of noise from which a rival of a certificate is sought
+_DETERMINED = 0.03  # relative error of features (a cosine of 0.9995) up to which they are known
 
 
 @dataclass(kw_only=True)
@@ -83,8 +73,8 @@ class ClassifierSolver(FeatureSolver):
     best: Fits | None = None
     """The best fit so far, of one start; None before any."""
     first: ClassifierSolver | None = None
-    """The search of another problem of the same gradient, which comes first: starts lead elsewhere
-    there, and sooner. What it finds is the answer where `problem` ends unexplained."""
+    """The search of another problem of the same gradient, where starts lead elsewhere, and
+    sooner."""
     path: LocalPath | None = None
     """Path of several local steps, whose middle is fitted first; None for a single step."""
     deep: bool = False
@@ -133,18 +123,19 @@ class ClassifierSolver(FeatureSolver):
         drawn = self._draw_starts(_EXCHANGES)
         parts = torch.cat([self.best.points, drawn])[:, : unknowns - factors]
         images = parts.reshape(len(parts), count, (unknowns - factors) // count)
-        before = float(self.loss)
-        replaced, labels = exchange_images(
-            images[0],
-            self.best.labels[0],
-            images[1:],
-            classes=self.problem.classes,
-            failed=self.failed,
-            rng=self.rng,
-        )
+        starts, before = len(drawn), float(self.loss)
+        # A random permutation for each start, whose first places are exchanged.
+        order = torch.rand(starts, count, generator=self.rng).argsort(1)
+        replaced = order < min(count, 1 + self.failed % _MOST)
+        # An offset of 1 to K - 1 gives any label but the present one.
+        offsets = torch.randint(1, self.problem.classes, (starts, count), generator=self.rng)
+        others = (self.best.labels[0] + offsets) % self.problem.classes
+        relabelled = replaced & (torch.rand(starts, 1, generator=self.rng) < 0.5)
+        labels = torch.where(relabelled, others, self.best.labels[0])
+        exchanged = torch.where(replaced[..., None], images[1:], images[0])
         # Factors of clipping stay: they belong to the batch, not to the exchanged images.
         scales = self.best.points[:, unknowns - factors :].expand(len(drawn), -1)
-        self._descend(torch.cat([replaced.flatten(1), scales], 1), labels, _EXCHANGED)
+        self._descend(torch.cat([exchanged.flatten(1), scales], 1), labels, _EXCHANGED)
         self.rounds += 1
         self.failed = 0 if float(self.loss) < _BETTER * before else self.failed + 1
 

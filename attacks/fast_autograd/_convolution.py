@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, final
@@ -19,15 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _WEIGHTS_PER_POSITION = 8192
-"""Weights per output position (over the batch) from which `Patches` are faster on a CPU, measured
-on kernels of 3x3x128x128 to 3x3x512x512 at 4 to 400 positions."""
+"""Weights per output position from which `Patches` are faster on a CPU, measured on kernels of
+3x3x128x128 to 3x3x512x512 at 4 to 400 positions."""
 
 
 class Geometry(NamedTuple):
-    """Where a kernel is placed on a zero-padded image: stride, padding, dilation and groups.
-
-    All but `groups` are pairs: down, and across. `padding` is that of either side.
-    """
+    """Where a kernel is placed on a zero-padded image, in pairs (down, across) but for `groups`."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -96,60 +92,38 @@ class ConvolutionShape(NamedTuple):
         return height, width
 
 
-class ConvolutionAlgorithm(ABC):
+class ConvolutionAlgorithm:
     """The products of images (N, C, H, W), weights (O, C, k, l), gradients (N, O, H', W').
 
     Each algorithm has its own forms of these, for the shapes of one convolution, its `problem`.
+    This one takes tensors as they are, and PyTorch's own kernels.
     """
 
     def __init__(self, problem: ConvolutionShape) -> None:
         self.problem = problem
 
-    @abstractmethod
     def images(self, x: Tensor) -> Tensor:
         """Converts images `x` (N, C, H, W) to this algorithm's own layout."""
-
-    @abstractmethod
-    def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
-        """Converts weights; the next call may overwrite the result unless `keep`."""
-
-    @abstractmethod
-    def gradients(self, gy: Tensor) -> Tensor:
-        """Converts output gradients `gy` (N, O, H', W') to this algorithm's own layout."""
-
-    @abstractmethod
-    def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Computes the convolution (N, O, H', W') as a new tensor."""
-
-    @abstractmethod
-    def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Computes the gradient (N, C, H, W); `images` have but a shape."""
-
-    @abstractmethod
-    def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Computes the gradient (O, C, k, l); `weights` have but a shape."""
-
-
-@final
-class Direct(ConvolutionAlgorithm):
-    """PyTorch's own kernels."""
-
-    def images(self, x: Tensor) -> Tensor:
         return x
 
     def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
+        """Converts weights; the next call may overwrite the result unless `keep`."""
         return w
 
     def gradients(self, gy: Tensor) -> Tensor:
+        """Converts output gradients `gy` (N, O, H', W') to this algorithm's own layout."""
         return gy
 
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Computes the convolution (N, O, H', W') as a new tensor."""
         return F.conv2d(images, weights, bias, *self.problem.geometry)
 
     def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
+        """Computes the gradient (N, C, H, W); of `images` the shape is used alone."""
         return self._backward(gradients, images, weights, [True, False, False])[0]
 
     def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
+        """Computes the gradient (O, C, k, l); of `weights` the shape is used alone."""
         return self._backward(gradients, images, weights, [False, True, False])[1]
 
     def _backward(self, gy: Tensor, x: Tensor, w: Tensor, wants: list[bool]) -> tuple[Tensor, ...]:
@@ -240,9 +214,8 @@ _BT = [
     [0, 4, 0, -5, 0, 1],
 ]
 _CHANNELS, _TILES = 64, 40
-"""Channels in and out, and tiles over the batch, from which Winograd's algorithm is faster than
-direct kernels on a CPU (measured on ConvNets and ResNet-18 at 64 to 512 channels, 1 to 512
-tiles)."""
+"""Channels, and tiles over the batch, from which Winograd's algorithm is faster on a CPU (measured
+at 64 to 512 channels, 1 to 512 tiles)."""
 
 
 @lru_cache

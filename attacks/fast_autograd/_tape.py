@@ -22,16 +22,14 @@ from torch.utils._pytree import tree_leaves
 Function = Callable[..., tuple[Tensor, ...]]
 
 PAYS = 2000
-"""Least number of calls that pay for a recording on a processor: it takes the time that 450
+"""Least number of calls that pay for a recording on a processor, which takes as long as 450
 (ConvNet) to 3,500 (ResNet-18) replays gain."""
 PAYS_ON_GPU = 20
 """The same on a GPU, where recording takes as long as a few calls."""
-_WARM = 2
-"""Calls outside of the graph before it is captured: libraries prepare themselves in them."""
+_WARM = 2  # calls outside of the graph before it is captured: libraries prepare themselves in them
 _READING = {"_local_scalar_dense", "nonzero", "masked_select", "item", "equal"}
 """Operations whose result decides, on the processor, what is done next."""
-_ALIKE = 1e-3
-"""Relative distance of a GPU's results, up to which they are the same in another order."""
+_ALIKE = 1e-3  # relative distance of a GPU's results up to which their order differs alone
 
 
 def pays(calls: int, device: torch.device) -> bool:

@@ -26,8 +26,7 @@ from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.models.victim import rebuild
 from fedsim.rng import global_stream
 from fedsim.types import Effect, LocalTraining, Observation, Tensors
-from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
-from fedsim_attacks.fast_autograd._smooth_slopes import smooth
+from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights, smooth
 from fedsim_attacks.fast_autograd._tape import Tape, pays
 from fedsim_attacks.gradient_matching._changed_batches import ChangedBatch
 from fedsim_attacks.gradient_matching._image_priors import valid_range

@@ -34,8 +34,7 @@ from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 
-_BEYOND = 1.05
-"""Length of a direction over the edge of noise, from which it is an image's."""
+_BEYOND = 1.05  # length of a direction over the edge of noise, from which it is an image's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,14 +244,10 @@ def find_norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Te
     return best, residual
 
 
-_RIDGE = 1e-9
-"""Ridge of the least squares for D, over the mean diagonal of their Gram matrix."""
-_PASSES = 4
-"""Largest number of Newton steps for D under censoring; warm starts mostly take one or two."""
-_SAME = 1e-3
-"""Relative change of D at which they have converged."""
-_WEAKEST = 1e-4
-"""Least curvature that is told apart, in units of the largest."""
+_RIDGE = 1e-9  # ridge of the least squares for D, over the mean diagonal of their Gram matrix
+_PASSES = 4  # Newton steps for D under censoring, at most; warm starts mostly take one or two
+_SAME = 1e-3  # relative change of D at which they have converged
+_WEAKEST = 1e-4  # least curvature that is told apart, in units of the largest
 
 
 class Value(NamedTuple):
@@ -364,11 +359,9 @@ def _solve(gram: Tensor, right: Tensor) -> Tensor:
 
 @final
 class WholeHead:
-    """The mean squared residual of the head's whole gradient, over the noise's variance.
+    """The mean squared residual of the head's whole gradient, over the noise's variance."""
 
-    With p the implied and o the observed gradient, |p - o|² = |p|² - 2 <p, o> + |o|²: for ∂L/∂W
-    that takes products with N vectors, and no tensor of its size is ever written.
-    """
+    # |p - o|² = |p|² - 2 <p, o> + |o|² takes products with N vectors: no tensor of ∂L/∂W's size.
 
     def __init__(self, head: HeadGradient, labels: Tensor) -> None:
         """Prepares the comparison for images of these `labels` (N,); there has to be noise."""

@@ -32,20 +32,13 @@ from fedsim_attacks.head_features.head_fit import (
 )
 from fedsim_attacks.head_features.spectral_features import span
 
-_CLEAR = 1.2
-"""Length of a direction of ∂L/∂W over the edge of noise, from which it shows where images are. Half
-of the directions have to: the fit of the whole gradient finds what the others hide."""
+_CLEAR = 1.2  # length over noise's edge that half of ∂L/∂W's directions need to show the span
 _EXPLAINED = (1.01, 1.03, 1.03)
-"""Mean squared residual, over the noise's variance, up to which features explain all, after the
-first, second and third attempt; each takes as long again."""
-_LITTLE = 1e-4
-"""Relative gain of a run below which the fit has converged."""
+"""Residual over the noise's variance that explains all, after each attempt but the last."""
+_LITTLE = 1e-4  # relative gain of a run below which the fit has converged
 _WIDTHS = (0.1, 0.01, 0.0)
-"""Widths of the jumps of ReLU's slope, one fit after the other, in standard deviations of its
-inputs. With jumps as they are, the objective jumps too, and each piece of it has a minimum of its
-own."""
-_MOST = 5
-"""Runs at each width, at most."""
+"""Widths of ReLU's jumps, one fit each, in deviations of its inputs: jumps make local minima."""
+_MOST = 5  # runs at each width, at most
 
 
 @dataclass(kw_only=True)
@@ -54,7 +47,6 @@ class JointSolver(FeatureSolver):
 
     head: HeadGradient
     output: OutputSolver
-    """The present attempt's fit of ∂L/∂A."""
     attempts: list[OutputSolver]
     """Attempts that may follow, the next one last."""
     descent: _JointDescent | None = None

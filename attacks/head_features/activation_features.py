@@ -2,11 +2,9 @@
 
 Under ReLU and planted neurons, whose columns of A are all the same, image i adds one and the same
 vector u_i = (s_i x_i, s_i) to the rows (∂L/∂w_j, ∂L/∂b_j) of all neurons that it activates, and
-nothing to the others (`_head_gradient`). So neurons activated by the same images have the same row,
-and a row of one image alone is its u_i, whose entries divided by the last are x_i. What tells such
-a row from those of several images is ∂L/∂A: over its neurons it must be in proportion to w_j'x + b.
-Features that are known predict which neurons they activate; their share is taken off all rows, and
-rows of two unknown images become rows of one. That is repeated until all are found.
+nothing to the others. A row of one image alone is its u_i; ∂L/∂A tells it from those of several,
+for over its neurons it must be in proportion to w_j'x + b. Features that are known predict which
+neurons they activate; their share is taken off all rows, until all are found.
 
 One image alone: Phong et al., Privacy-Preserving Deep Learning via Additively Homomorphic
 Encryption, IEEE TIFS 2018. Taking off what is known is the peeling decoder of sparse codes (Luby et
@@ -31,12 +29,9 @@ from fedsim_attacks._attack_kinds import FeatureAttack, FeatureSolver
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.spectral_features import span
 
-_GROUPS = 400
-"""Groups of equal rows that are examined in one round, the largest first."""
-_SAME_FEATURE = 1 - 1e-6
-"""Cosine from which two features are the same."""
-_ROUNDING = 1e-6
-"""Error of a float32 sum, over the sum of its terms' magnitudes."""
+_GROUPS = 400  # groups of equal rows that are examined in one round, the largest first
+_SAME_FEATURE = 1 - 1e-6  # cosine from which two features are the same
+_ROUNDING = 1e-6  # error of a float32 sum, over the sum of its terms' magnitudes
 
 
 @dataclass(kw_only=True)
@@ -186,7 +181,7 @@ class ActivationFeatures(FeatureAttack[Peeling]):
     """Finds neurons that one image activates alone, takes it off the others' rows, and repeats.
 
     Rows have to be exact: without noise, pruning or quantization, and of one gradient or few steps.
-    In place of features that are not found, a basis of the rest of their span is returned.
+    A basis of the rest of the span stands for features that are not found.
     """
 
     paper: ClassVar[str] = (

@@ -34,12 +34,10 @@ from fedsim_attacks.head_features.head_fit import (
 from fedsim_attacks.head_features.spectral_features import span
 from fedsim_attacks.head_features.unrolled_features import UnrolledSolver
 
-_EXACT = 1e-3
-"""Share of ∂L/∂A left unexplained up to which peeling counts as the whole answer."""
+_EXACT = 1e-3  # share of ∂L/∂A left unexplained up to which peeling counts as the whole answer
 _COARSE = 8
-"""Directions an image, of the rows' strongest, in which features are first sought where pruning or
-rounding has blurred the row space: 64 of 8 images hold all but 0.004 of them behind pruning of 0.7,
-and an iteration in them takes an eighth of the time."""
+"""Directions an image in which features are first sought where pruning has blurred the row space:
+64 of 8 images hold all but 0.004 behind pruning of 0.7, at an eighth of the time."""
 _TOLERANCES = ((1e-5, 1e-3), (1e-3, 3e-2))
 """Pairs (`tolerance`, `consistency`) of `Peeling`, for one gradient and for several steps."""
 

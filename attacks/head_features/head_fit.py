@@ -1,19 +1,13 @@
 """Features by fitting the observed ∂L/∂A = D σ(X W' + b) of a two-layer head.
 
-The best D for given features X is in closed form (`Objective`). With Gaussian W the rest is a
-teacher-student problem with N hidden units and far more equations (K m) than unknowns (N d), so
-noise averages out, and a subset of the neurons is enough until the last iterations.
+The best D for given features X is in closed form (`Objective`). The fit descends by L-BFGS in
+variables that curve alike, of a subset of the neurons until the last iterations. Where it leaves
+more unexplained than noise can account for, it splits features to leave the local minimum.
 
-The fit descends by L-BFGS in variables that curve alike. Where it leaves more unexplained than
-noise can account for, it splits features to leave the local minimum (`propose_splits`). What
-pruning has left of ∂L/∂W corrects it (`fit_rows`), given near features.
-
-∂L/∂w_j = Σ_i s_ij σ'(w_j'x_i + b_j) x_i is linear in the features once the signals s = A'D and the
-neurons that each image activates are known, and near features tell both. Each feature dimension is
-then a least-squares problem of its own in N unknowns. Rows of neurons near their threshold are left
-out, and entries that do not fit (a neuron taken for active that is not) count little: iteratively
-reweighted least squares with Cauchy's weights (Holland and Welsch, Communications in Statistics 6,
-1977). An entry that pruning removed counts where the prediction exceeds the smallest one kept.
+What pruning has left of ∂L/∂W corrects near features (`fit_rows`): ∂L/∂w_j = Σ_i s_ij σ'(w_j'x_i +
+b_j) x_i is linear in them once the signals s = A'D and the neurons that each image activates are
+known. Rows of neurons near their threshold are left out, and entries that do not fit count little
+(reweighted least squares: Holland and Welsch, Communications in Statistics 6, 1977).
 """
 
 from __future__ import annotations
@@ -36,8 +30,7 @@ from fedsim_attacks.head_features.spectral_features import eigenvectors, span
 
 ITERATIONS = 20
 """Iterations of one run, after which a fit decides how to go on."""
-_MEMORY = 30
-"""Steps that are remembered, over several runs."""
+_MEMORY = 30  # steps that are remembered, over several runs
 
 
 def lbfgs(variable: Tensor) -> torch.optim.LBFGS:
@@ -53,8 +46,7 @@ def lbfgs(variable: Tensor) -> torch.optim.LBFGS:
     )
 
 
-_SPREAD = 0.5
-"""Distance of starting features from their common direction, over its length."""
+_SPREAD = 0.5  # distance of starting features from their common direction, over its length
 
 
 def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Iterator[Tensor]:
@@ -77,22 +69,11 @@ def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Itera
         yield unit * F.normalize(common + _SPREAD * F.normalize(mix @ likely, dim=1), dim=1)
 
 
-_ENTRIES = 4
-"""Entries left of ∂L/∂W for each unknown, from which they can tell features."""
-_REWEIGHTED = 3
-"""Rounds of reweighting."""
-_UNSURE = 0.1
-"""Distance from its threshold, in standard deviations, within which a neuron is not used."""
-_OUTLIER = 2.0
-"""Residual, in units of the mean one, at which an entry counts half."""
-_ROW_RIDGE = 1e-5
-"""Ridge towards the present features, over the mean diagonal of the Gram matrix."""
-
-
-def rows_suffice(head: HeadGradient) -> bool:
-    """Says whether pruning has left enough entries of ∂L/∂W to fit them; False without pruning."""
-    unknowns = head.num_images * head.hidden.shape[1]
-    return head.pruned and int((head.grad_hidden != 0).sum()) >= _ENTRIES * unknowns
+_ENTRIES = 4  # entries left of ∂L/∂W for each unknown, from which they can tell features
+_REWEIGHTED = 3  # rounds of reweighting
+_UNSURE = 0.1  # distance from its threshold, in deviations, within which a neuron is not used
+_OUTLIER = 2.0  # residual, in units of the mean one, at which an entry counts half
+_ROW_RIDGE = 1e-5  # ridge towards the present features, over the mean diagonal of the Gram matrix
 
 
 def rows_unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> float:
@@ -139,18 +120,12 @@ def _row_signals(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[
     return ((errors.T @ head.output) * active).T, (distance > _UNSURE).all(0)
 
 
-_HALVES_ALIKE = 0.8
-"""Cosine of two columns of D from which two features may be halves of one."""
-_NEAR = 0.3
-"""Share of neurons, nearest to their threshold, that show whether a feature stands for two."""
-_TRIED = 2
-"""Number of features that are tried to split: those where the residual bends most."""
-_DENSE = 32
-"""Dimensions from which a single eigenvector is found faster than all."""
-_STEPS = 10
-"""Iterations for that one: the axis of a split need not be exact."""
-_ANGLES = (0.15, 0.3, 0.5)
-"""Distances by which the halves of a feature are set apart, in units of it."""
+_HALVES_ALIKE = 0.8  # cosine of two columns of D from which two features may be halves of one
+_NEAR = 0.3  # share of neurons, nearest to their threshold, that show if a feature stands for two
+_TRIED = 2  # number of features that are tried to split: those where the residual bends most
+_DENSE = 32  # dimensions from which a single eigenvector is found faster than all
+_STEPS = 10  # iterations for that one: the axis of a split need not be exact
+_ANGLES = (0.15, 0.3, 0.5)  # distances by which halves of a feature are set apart, in units of it
 
 
 def propose_splits(objective: Objective, features: Tensor) -> Iterator[Tensor]:
@@ -220,29 +195,20 @@ def _halves(features: Tensor, index: int, axis: Tensor) -> Iterator[Tensor]:
         yield torch.cat([others, (feature + step)[None], (feature - step)[None]])
 
 
-_RUNS = 5
-"""Runs of L-BFGS after which the variables are scaled anew."""
-_EQUATIONS = 10
-"""Equations for each unknown that a subset of the neurons is to have."""
-_WEIGHTS = 1 << 18
-"""Weights of the neurons in a subset; fewer would gain no time."""
+_RUNS = 5  # runs of L-BFGS after which the variables are scaled anew
+_EQUATIONS = 10  # equations for each unknown that a subset of the neurons is to have
+_WEIGHTS = 1 << 18  # weights of the neurons in a subset; fewer would gain no time
 _LITTLE, _POLISH = 0.03, 1e-4
 """Relative gains of a run below which a split is tried, and below which the fit ends."""
-_ROWS_GAIN = 0.95
-"""Misfit of the rows after a fit of them, over that before, up to which the fit is repeated."""
-_RUNS_BETWEEN = 2
-"""Runs from one fit of the rows to the next."""
-_EXPLAINED = 1e-5
-"""Share left unexplained up to which no image is missing."""
+_ROWS_GAIN = 0.95  # misfit after a fit of the rows, over that before, up to which it is repeated
+_RUNS_BETWEEN = 2  # runs from one fit of the rows to the next
+_EXPLAINED = 1e-5  # share left unexplained up to which no image is missing
 _SPLIT_GAIN, _NOISY_SPLIT_GAIN = 0.7, 0.9
-"""Loss beyond noise after one run of a split, over that before, up to which the split is kept.
-Behind noise, which flattens valleys, a split has a second run if the first comes to
-`_PROMISING`."""
+"""Loss beyond noise after a run of a split, over that before, up to which it is kept; up to
+`_PROMISING` it has a second run behind noise, which flattens valleys."""
 _PROMISING = 1.5
-_FEW = 3
-"""Splits that are tried at a time while a subset of the neurons counts."""
-_STUCK = 1.03
-"""Loss over that which noise leaves the best fit, from which a fit is in a local minimum."""
+_FEW = 3  # splits that are tried at a time while a subset of the neurons counts
+_STUCK = 1.03  # loss over that which noise leaves, from which a fit is in a local minimum
 
 
 @dataclass(kw_only=True)
@@ -267,8 +233,7 @@ class OutputFit:
     settled: bool = False
     splits_failed: bool = False
     before_rows: tuple[float, Tensor, Tensor] | None = None
-    """`rows_unexplained`, features and loss before the last fit of the rows; None before the
-    first."""
+    """`rows_unexplained`, features and loss before the last fit of the rows, if any."""
 
     @classmethod
     def start(
@@ -284,7 +249,9 @@ class OutputFit:
         if not head.grad_output.any():
             raise AttackFailed("nothing is left of ∂L/∂A, which is to be fitted")
         unknowns = starts[0].numel() + len(starts[0]) * len(head.output)
-        fewest = weights // head.hidden.shape[1]
+        dimension = head.hidden.shape[1]
+        fewest = weights // dimension
+        rows_left = int((head.grad_hidden != 0).sum())
         subset = Objective(head if all_neurons else head.subset(_EQUATIONS * unknowns, fewest))
         return cls(
             head=head,
@@ -295,7 +262,7 @@ class OutputFit:
             features=starts[0],
             loss=torch.full((), torch.inf, device=head.hidden.device),
             splitting=splitting and len(starts[0]) > 1,
-            fits_rows=rows_suffice(head),
+            fits_rows=head.pruned and rows_left >= _ENTRIES * head.num_images * dimension,
         )
 
     @property
@@ -424,10 +391,8 @@ class _ScaledDescent:
         return features, self._objective(features).loss
 
 
-_ENOUGH = 1e-7
-"""Share of ∂L/∂A's energy left unexplained at which nothing more is worth an iteration."""
-_NEARLY = 1e-4
-"""Share that a coarse fit may leave; the directions that it lacks are then better added."""
+_ENOUGH = 1e-7  # share of ∂L/∂A's energy left at which nothing more is worth an iteration
+_NEARLY = 1e-4  # share that a coarse fit may leave; directions that it lacks are then better added
 
 
 @dataclass(kw_only=True)
@@ -436,7 +401,6 @@ class OutputSolver(FeatureSolver):
 
     attempt: OutputFit
     budget: int
-    """Iterations, over all attempts."""
     second_starts: list[Tensor] = field(default_factory=list)
     first: tuple[Tensor, Tensor] | None = None
     """Loss and features of the first attempt, once the second has begun."""
@@ -523,14 +487,11 @@ class CoarseToFine(FeatureSolver):
     """Fits ∂L/∂A within a few directions first, then, from there, in all directions."""
 
     head: HeadGradient
-    """The gradient in all d directions."""
     fit: OutputSolver
     """The coarse fit, then the fine one."""
     budget: int
-    """Iterations of both fits together."""
     second_starts: list[Tensor]
     fine: bool = False
-    """Whether `fit` is in all directions by now."""
 
     loss: Tensor = field(init=False)
 
@@ -546,17 +507,17 @@ class CoarseToFine(FeatureSolver):
     def improve(self) -> None:
         """Takes a step of the coarse fit, or of the fine fit once the coarse one gains little."""
         if not self.fine and (self.fit.nearly_finished or self.fit.finished):
-            self._refine()
+            # On in all directions: with all neurons if a subset would lead away.
+            coarse = self.fit.attempt
+            start = coarse.head.lift(coarse.features)
+            near = float(coarse.loss) < _NEARLY
+            fine = OutputFit.start(self.head, [start], all_neurons=near)
+            self.fit = OutputSolver(
+                attempt=fine, budget=self.budget, second_starts=self.second_starts
+            )
+            self.fit.iteration, self.fine = self.iteration, True
         self.fit.improve()
         self.iteration, self.loss = self.fit.iteration, self.fit.loss
-
-    def _refine(self) -> None:
-        """Goes on in all directions: with all neurons if a subset would lead away."""
-        coarse = self.fit.attempt
-        start = coarse.head.lift(coarse.features)
-        fine = OutputFit.start(self.head, [start], all_neurons=float(coarse.loss) < _NEARLY)
-        self.fit = OutputSolver(attempt=fine, budget=self.budget, second_starts=self.second_starts)
-        self.fit.iteration, self.fine = self.iteration, True
 
     @property
     def misfit(self) -> Tensor:
@@ -572,8 +533,7 @@ class CoarseToFine(FeatureSolver):
 class HeadFit(FeatureAttack[OutputSolver]):
     """Fits ∂L/∂A of a two-layer head by variable projection: L-BFGS over the features.
 
-    It works under noise, pruning and clipping, for any activation. Features have their signs and
-    lengths; the latter follow from the probabilities that the features imply.
+    It works under noise, pruning and clipping, for any activation. Features have signs and lengths.
     """
 
     paper: ClassVar[str] = (

@@ -18,8 +18,7 @@ from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 
-_CHUNK = 4096
-"""Rows that are brought to float64 at once."""
+_CHUNK = 4096  # rows that are brought to float64 at once
 
 
 @final

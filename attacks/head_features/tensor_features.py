@@ -34,8 +34,7 @@ from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective,
 from fedsim_attacks.head_features.head_fit import OutputFit, OutputSolver
 from fedsim_attacks.head_features.spectral_features import span
 
-_CHUNK = 4096
-"""Points whose outer products are formed at once."""
+_CHUNK = 4096  # points whose outer products are formed at once
 
 
 def second_moment(g: Tensor, w: Tensor) -> Tensor:
@@ -89,22 +88,17 @@ def _placings(term: Tensor) -> Tensor:
     return term + term.permute(1, 2, 0) + term.permute(2, 0, 1)
 
 
-_STARTS = 5
-"""Decompositions from random contractions, of which the best is kept."""
-_ROUNDS = 100
-"""Rounds of alternating least squares from each, at most."""
-_TOLERANCE = 1e-12
-"""Change of the relative error from one round to the next at which the rounds end."""
-_RIDGE = 1e-14
-"""Ridge of the least squares for a tensor of norm 1, which equal columns make singular."""
+_STARTS = 5  # decompositions from random contractions, of which the best is kept
+_ROUNDS = 100  # rounds of alternating least squares from each, at most
+_TOLERANCE = 1e-12  # change of the relative error in a round at which the rounds end
+_RIDGE = 1e-14  # ridge of the least squares, which equal columns make singular
 
 
 def find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Finds unit u_c, rows (r, r), with T_ijs ≈ Σ_c u_ci u_cj z_cs, and the relative residual.
 
-    T (r, r, s) has to be finite and each slice T[:, :, k] symmetric. Order and signs are arbitrary.
-    Starts come from the simultaneous diagonalization of two random contractions (Kuleshov, Chaganty
-    and Liang, Tensor Factorization via Matrix Factorization, AISTATS 2015).
+    The slices T[:, :, k] of T (r, r, s) are symmetric. Starts diagonalize two random contractions
+    (Kuleshov, Chaganty and Liang, Tensor Factorization via Matrix Factorization, AISTATS 2015).
     """
     rank = len(tensor)
     norm = torch.linalg.vector_norm(tensor)
@@ -154,16 +148,11 @@ def _alternate(tensor: Tensor, start: Tensor) -> tuple[Tensor, float]:
     return F.normalize(torch.from_numpy(found.factors[0]).T, dim=1), residual
 
 
-_NEGLIGIBLE = 1e-3
-"""Moment of an activation, or share of the largest value, up to which one counts as 0."""
+_NEGLIGIBLE = 1e-3  # moment of an activation, or share of the largest, up to which one counts as 0
 _BUDGET, _COARSE = 1500, 16
-"""Iterations of each descent from the decomposition, and directions an image in which it begins
-behind a defense that blurs the rows."""
-_UNEQUAL = 3.0
-"""Largest factor between a first norm and the median: wrong directions may imply any norm."""
-_ROUNDING = 5e-7
-"""Share of the longest singular value of a float32 gradient below which it holds rounding; rounding
-alone leaves a tenth of that. Images of one label differ in D by as little as 1e-6."""
+"""Iterations of each descent, and directions an image where it begins behind blurred rows."""
+_UNEQUAL = 3.0  # largest factor between a first norm and the median: wrong directions imply any
+_ROUNDING = 5e-7  # share of the longest singular value below which is rounding
 
 
 @final
@@ -295,9 +284,8 @@ def refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Ten
 
 def _factors(head: HeadGradient, features: Tensor) -> Tensor:
     """Finds factors (N,) of features (N, d) of the right directions at which they have norms."""
-    # With ∂L/∂W = S X and ∂L/∂b = S 1, rows of X divided by f give S diag(f), and 1 / f follows
-    # from the biases by least squares, whatever clipping scales. Behind what blurs them norms
-    # follow from the probabilities that they imply.
+    # Rows of X over f give S diag(f) of ∂L/∂W = S X, and 1 / f follows from ∂L/∂b = S 1, whatever
+    # clipping scales. Behind what blurs them norms follow from the probabilities that they imply.
     if not head.exact:
         return find_norms(head, features, Objective(head)(features).errors)[0]
     shares = head.grad_hidden.double() @ torch.linalg.pinv(features.double())

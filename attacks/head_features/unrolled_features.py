@@ -1,18 +1,13 @@
 """Features of the first of several local steps on the same batch, from a fit of all.
 
-A client's steps move its features: image i has x_i^(1), ..., x_i^(E), which may differ widely, and
-the update is, up to the head's own small motion, the gradient of a batch of N E images. Two facts
-make that batch tractable:
-
-- each step's ∂L/∂W has rows in the span of that step's features, so the row space of the whole
-  update holds all of them: N E coordinates in it replace d;
-- the head before the first step is known, and so is the error signal that a feature of that step
-  must have, N D = softmax(f(x)) - y. Features of later steps met a head that had moved.
+A client's steps move its features, and the update is, up to the head's own small motion, the
+gradient of a batch of N E images. The row space of ∂L/∂W holds them: N E coordinates in it replace
+d. And the head before the first step is known, and so is the error signal that a feature of that
+step must have, N D = softmax(f(x)) - y.
 
 So ∂L/∂A is fitted first with N features, and then, each copied to E, with N E of them; the N that
-the first head explains are those of the first step. How well it explains them tells the attacker
-whether the fit has found them. If not, it hops on from the best fit so far (Wales and Doye, Global
-Optimization by Basin-Hopping, 1997).
+the first head explains are those of the first step. If it explains them badly, the fit hops on from
+the best so far (Wales and Doye, Global Optimization by Basin-Hopping, 1997).
 """
 
 from __future__ import annotations
@@ -34,23 +29,15 @@ from fedsim_attacks.head_features._head_gradient import HeadGradient, find_norms
 from fedsim_attacks.head_features.head_fit import OutputFit, OutputSolver, random_starts
 from fedsim_attacks.head_features.spectral_features import span
 
-_STARTS = 4
-"""Random starts of the first trial."""
-_WEIGHTS = 1 << 16
-"""Weights of the neurons that a fit starts with; a further trial makes up for too few."""
-_SPREAD = 0.5
-"""Spread of an image's features over the steps at the start, in units of their common one."""
-_HOPS = (0.6, 0.3)
-"""Sizes of the perturbation before the next trial, over the features' lengths, by turns."""
-_EXPLAINED = 0.04
-"""Relative residual of an error signal up to which the first head counts as explaining it."""
-_SAME = 0.98
-"""Cosine from which two features of one label count as one."""
-_PLAUSIBLE = 4.0
-"""Factor of the usual length, or one over it, up to which a feature's length is plausible."""
+_STARTS = 4  # random starts of the first trial
+_WEIGHTS = 1 << 16  # weights of the neurons that a fit starts with; trials make up for too few
+_SPREAD = 0.5  # spread of an image's features over the steps at the start, relative
+_HOPS = (0.6, 0.3)  # relative sizes of the perturbation before the next trial, by turns
+_EXPLAINED = 0.04  # relative residual of an error signal up to which the first head explains it
+_SAME = 0.98  # cosine from which two features of one label count as one
+_PLAUSIBLE = 4.0  # factor of the usual length, or one over it, up to which one is plausible
 _STATIC, _NEARLY_STATIC = 2e-3, 2e-2
-"""Relative residual of ∂L/∂A, fitted with one feature an image, below which features are the same
-in all steps, and below which that feature is nearly that of each step."""
+"""Residual of ∂L/∂A with one feature an image, below which it is that of each step, or nearly."""
 
 
 @dataclass(kw_only=True)
@@ -210,8 +197,7 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
     """Fits the features of all local steps in the update's row space, and tells the first step's.
 
     The row space has to be exact: no noise, pruning or quantization. The loss is the largest part
-    of a feature's error signal that the head before the first step does not imply. If features are
-    the same in all steps, it is the part of ∂L/∂A that they do not explain.
+    of a feature's error signal that the head before the first step does not imply.
     """
 
     paper: ClassVar[str] = (

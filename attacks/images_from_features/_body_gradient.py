@@ -23,8 +23,7 @@ from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 from fedsim_attacks.classifier_features._local_steps import as_one_gradient
-from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
-from fedsim_attacks.fast_autograd._smooth_slopes import smooth
+from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights, smooth
 from fedsim_attacks.fast_autograd._tape import Tape, pays
 from fedsim_attacks.gradient_matching._image_priors import ForwardPrior, KnownFeatures
 from fedsim_attacks.gradient_matching._matching import (

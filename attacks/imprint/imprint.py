@@ -20,10 +20,8 @@ from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
 
 _WEIGHT, _BIAS = "imprint.hidden.weight", "imprint.hidden.bias"
-_ROUNDING = 1e-10
-"""Share of the largest row's energy below which a jump is rounding, of float32 and its sums."""
-_CLEAR = 2.0
-"""Energy of a jump over that of a jump by noise, from which it is an image's."""
+_ROUNDING = 1e-10  # share of the largest row's energy below which a jump is rounding
+_CLEAR = 2.0  # energy of a jump over that of a jump by noise, from which it is an image's
 
 
 @final
@@ -31,16 +29,12 @@ class ImprintAttack(DirectAttack):
     """Reads the images off the imprint module that the server has put in front of the model.
 
     The paper divides the differences of adjacent rows. Rows between two images' bins are equal, but
-    for a defense's noise: here the rows are segmented into as many pieces as there are images
-    (least squares), and the differences of the pieces' means are divided. Without noise it is the
-    same. Several local steps move the module's weights, so that rows drift within a piece: there
-    the two rows where pieces meet are compared, as in the paper, and images are exact only as far
-    as these moves are small.
+    for noise: here they are segmented (least squares), and the differences of the pieces' means are
+    divided. Several local steps move the weights, so that rows drift within a piece: there the two
+    rows where pieces meet are compared, as in the paper.
 
     Exact are images that are alone in their bin, also of a clipped update, also of several clients.
-    Images that share a bin come out as their mean, weighted by their part in the gradient; how many
-    they are is not seen, so that the images of the largest gradients are repeated. Entries that
-    pruning removes count as zero.
+    Others come out as their mean, weighted by their part in the gradient.
     """
 
     paper: ClassVar[str] = "Fowl et al., Robbing the Fed, ICLR 2022, equation (5)"

@@ -1,35 +1,24 @@
 """Images out of a KAN's update, exactly, as long as they are no more than its hidden units.
 
-The rows of the first layer's gradient span the images' spline bases (1), a curve in
-that span is the images (2), and a linear form of each basis is a pixel. Where noise
-was added, that is the start of a variational approximation of the posterior of the bilinear model.
-
 The first layer's hidden units are h_i = d^(-1/2) Σ_jk w_ijk b_k(u_j): b is the B-spline basis (K
 functions) and u = tanh of the normalized image (d entries). With ∂L/∂h_i = δ_in for image n,
 
     √d ∂L/∂w_ijk = Σ_n δ_in b_k(u_nj),                                                       (1)
 
-a matrix (hidden x dK) of rank at most the number of images. What u is does not depend on weights.
-So whatever is done to single images' gradients, and however many local steps are taken at whatever
-learning rate, (1) goes on to hold, with other δ: clipping by example and FedAvg change nothing
-about the images in it. Two identities tell what a combination of rows is:
+a matrix (hidden x dK) of rank at most the number of images. What u is does not depend on weights:
+clipping by example and local steps change nothing but δ. Σ_k b_k(u) = 1 and Σ_k ξ_k b_k(u) = u tell
+what a combination of rows is, with ξ_k the mean of the knots inside the support of b_k (Marsden, An
+Identity for Spline Functions with Applications to Variation-Diminishing Spline Approximation, J.
+Approx. Theory 3, 1970).
 
-    Σ_k b_k(u) = 1        and        Σ_k ξ_k b_k(u) = u,
-
-with ξ_k the mean of the knots inside the support of b_k (Marsden, An Identity for Spline Functions
-with Applications to Variation-Diminishing Spline Approximation, J. Approx. Theory 3, 1970).
-
-(2) b(u) lies on a curve. All quadratic forms that vanish there (b_k b_l = 0 where two functions'
-supports do not meet; (Σ ξ_k b_k)² = Σ_k b_k Σ_k η_k b_k, and so on) vanish on an image's bases at
-every entry, and hardly on anything else in the span. In coordinates c of the span that is linear in
-c c', so the solutions are a linear space of symmetric matrices; where it is that of the N images'
-c_n c_n', two of its members are diagonalized by the same c_n: an eigenvalue problem, without
-iterations and without any start.
-
-De Lathauwer, Castaing and Cardoso, Fourth-Order Cumulant-Based Blind Identification of
-Underdetermined Mixtures, IEEE Trans. Signal Processing 55, 2007, section III, for forms that vanish
-on matrices of rank one; Johnston, Lovitz and Vijayaraghavan, Computing Linear Sections of
-Varieties, FOCS 2023, for those of any variety.
+b(u) lies on a curve. All quadratic forms that vanish there vanish on an image's bases at every
+entry, and hardly on anything else in the span. In coordinates c of the span that is linear in c c',
+so the solutions are a linear space of symmetric matrices; where it is that of the N images' c_n
+c_n', two of its members are diagonalized by the same c_n: an eigenvalue problem (De Lathauwer,
+Castaing and Cardoso, Fourth-Order Cumulant-Based Blind Identification of Underdetermined Mixtures,
+IEEE Trans. Signal Processing 55, 2007, section III; Johnston, Lovitz and Vijayaraghavan, Computing
+Linear Sections of Varieties, FOCS 2023). Under noise, that is the start of a variational
+approximation of the posterior of the bilinear model.
 """
 
 from __future__ import annotations
@@ -54,8 +43,7 @@ from fedsim.words import number_of
 from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.closed_form._quadratic_form import pack, unpack
 
-_ROUNDING = 1e-9
-"""Least noise that is assumed, in units of the gradient's root mean square."""
+_ROUNDING = 1e-9  # least noise that is assumed, in units of the gradient's root mean square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +53,9 @@ class SplineGradient:
     tensor: Tensor
     """(m, d, K) float64: Σ_n δ_in b_k(u_nj), for m hidden units and d entries of an image."""
     noise: float
-    """Standard deviation of the noise in each entry of `tensor`, estimated from it; at least
-    rounding."""
+    """Standard deviation of the noise in each entry of `tensor`, at least rounding."""
     degree: int
     intervals: int
-    """Number of intervals between the knots of [-1, 1]."""
     model: Classifier
 
     @staticmethod
@@ -111,11 +97,6 @@ class SplineGradient:
             model=model,
         )
 
-    @property
-    def hidden(self) -> int:
-        """Number of hidden units m of the first layer."""
-        return self.tensor.shape[0]
-
     def share_unexplained(self, bases: Tensor) -> Tensor:
         """Computes the share of the gradient's energy that `bases` (N, d, K) leave unexplained."""
         design, observed = bases.flatten(1).T, self.tensor.flatten(1).T
@@ -145,12 +126,9 @@ def abscissae(degree: int, intervals: int) -> Tensor:
     return 2 * middle / intervals - 1
 
 
-_SAMPLES = 32
-"""Points of a piece of the curve; the forms' products are determined by 2 degree + 1."""
-_VANISHING = 1e-10
-"""Singular value over the largest, up to which it counts as 0."""
-_PAIRS = 10
-"""Random pairs of members that are diagonalized; the best conditioned counts."""
+_SAMPLES = 32  # points of a piece of the curve; the forms' products are determined by 2 degree + 1
+_VANISHING = 1e-10  # singular value over the largest, up to which it counts as 0
+_PAIRS = 10  # random pairs of members that are diagonalized; the best conditioned counts
 
 
 def quadrics(degree: int, intervals: int) -> Tensor:
@@ -198,16 +176,11 @@ def _diagonalizers(members: Tensor, rng: torch.Generator) -> Tensor:
     return diagonalizers
 
 
-_NODES = 33
-"""Nodes of a pixel's posterior."""
-_REACH = 6.0
-"""Half their range, in standard deviations."""
-_SETTLED = 1e-6
-"""Change of a pixel in the last sweep, below which the ascent has converged."""
-_WIDEST = 1.0
-"""Standard deviation of a pixel that nothing is known of: valid pixels are all as likely then."""
-_FAINTEST = 1e-12
-"""Least prior variance of error signals, over that of the noise."""
+_NODES = 33  # nodes of a pixel's posterior
+_REACH = 6.0  # half their range, in standard deviations
+_SETTLED = 1e-6  # change of a pixel in the last sweep, below which the ascent has converged
+_WIDEST = 1.0  # standard deviation of a pixel that nothing is known of
+_FAINTEST = 1e-12  # least prior variance of error signals, over that of the noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,12 +242,10 @@ class PixelPosterior(AttackState):
 class SplineInversion(IterativeAttack[PixelPosterior]):
     """Reads a batch off the first layer of a KAN's update, in closed form.
 
-    Without noise the images of a batch are exact, if they are no more than the hidden units, and
-    labels follow from their error signals; nothing needs to be known. That goes for a clipped
-    update (also by example), for several local steps and for several clients' aggregate just as
-    well. Noise is measured in the update itself. Under it pixels are posterior means, found by
-    coordinate ascent; their prior is the normal distribution of the public normalization, cut off
-    at valid pixels, so that where nothing is left of the images they are close to its mean.
+    Without noise the images of a batch are exact, if they are no more than the hidden units, also
+    of a clipped update, of several local steps and of several clients' aggregate. Under noise,
+    which is measured in the update itself, pixels are posterior means, found by coordinate ascent;
+    their prior is that of the public normalization, cut off at valid pixels.
     """
 
     on_processor: ClassVar[bool] = True
@@ -289,20 +260,14 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> PixelPosterior:
-        """Unmixes the images of the batch.
-
-        Raises:
-            AttackFailed: the model is no KAN, nothing is left of its first layer's gradient, there
-                are more images than hidden units, or its bases cannot be told apart.
-        """
+        """Unmixes the images of the batch, or raises AttackFailed where it cannot."""
         gradient = SplineGradient.read(observation)
         count, spec = observation.num_images, observation.model
         hidden, entries, functions = gradient.tensor.shape
         if count > hidden:
             raise AttackFailed(
                 f"{number_of(count, 'image')} leave {number_of(hidden, 'combination')} of them in "
-                "the "
-                f"gradients of {number_of(hidden, 'hidden unit')}: observe batches of at most "
+                f"the gradients of {number_of(hidden, 'hidden unit')}: observe batches of at most "
                 "model.hidden images"
             )
         forms = quadrics(gradient.degree, gradient.intervals).to(gradient.tensor)
@@ -347,7 +312,7 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
         gradient = state.gradient
         before = state.mean.clone()
         # E[δ δ'] over all hidden units, of which each has the same covariance.
-        second = state.errors @ state.errors.T + gradient.hidden * state.covariance
+        second = state.errors @ state.errors.T + len(gradient.tensor) * state.covariance
         for image in range(len(state.mean)):
             others = second[image].clone()
             others[image] = 0

@@ -29,19 +29,13 @@ from fedsim.models.victim import rebuild
 from fedsim.types import LocalTraining, Observation, Reconstruction, StepRule
 from fedsim_attacks._attack_kinds import DirectAttack
 
-_DUMMIES = 32
-"""Gaussian images, at whose response the last layer is linearized."""
-_ROUNDS = 20
-"""Rounds of the fixed-point iteration for the counts."""
-_SLACK = 0.1
-"""Images by which noise may raise the lower bound of a count."""
+_DUMMIES = 32  # Gaussian images, at whose response the last layer is linearized
+_ROUNDS = 20  # rounds of the fixed-point iteration for the counts
+_SLACK = 0.1  # images by which noise may raise the lower bound of a count
 _SCALES = (1.02, 1.15, 1.3, 1.45, 1.6, 1.8, 2.0, 2.3, 2.7, 3.2, 4.0)
-"""Factors that clipping may have multiplied a gradient by, over the least: below that, shares of
-classes would sum to more than 1."""
-_ROUNDED = 1e-2
-"""Images by which rounding may raise the lower bound of a count; least class weight."""
-_UNSUMMED = 1e-5
-"""Share of the bias's gradient that rounding may leave of its sum, which is 0."""
+"""Clipping's factors over the least, below which shares of classes would sum to more than 1."""
+_ROUNDED = 1e-2  # images by which rounding may raise the lower bound of a count; least class weight
+_UNSUMMED = 1e-5  # share of the bias's gradient that rounding may leave of its sum, which is 0
 
 
 @final
@@ -101,19 +95,16 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
 
     # The factor of clipping is unknown: the one whose counts are nearest to integers is taken.
     found: list[tuple[Tensor, Tensor]] = []
-    for scale in _scales(slopes) if observation.effect.scaled else [1.0]:
+    least, scales = min(float((-slopes).clamp_min(0).sum()), 1.0), [1.0]
+    if observation.effect.scaled and least > 0:
+        scales = [min(times * least, 1.0) for times in _SCALES]
+    for scale in scales:
         unscaled = slopes / scale
         estimates = _estimate_counts(unscaled, rows / scale, features, images, head, rule)
         counts = _round_counts(estimates, unscaled, images, rule)
         found.append(((estimates - counts).abs().mean(), counts))
     residual, counts = min(found, key=lambda each: float(each[0]))
     return _as_labels(counts, observation.training), residual
-
-
-def _scales(slopes: Tensor) -> list[float]:
-    """Lists factors in (0, 1] that clipping may have multiplied the bias's gradient (K,) by."""
-    least = min(float((-slopes).clamp_min(0).sum()), 1.0)
-    return [min(times * least, 1.0) for times in _SCALES] if least > 0 else [1.0]
 
 
 def _are_demanded(observation: Observation, labels: Tensor) -> bool:

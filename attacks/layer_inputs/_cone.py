@@ -1,21 +1,15 @@
 """Inputs that are never negative, as the extreme rays of a cone.
 
 A layer's inputs after ReLU are points of the row space of its gradient without a negative entry.
-All such points are a cone. An input with zeros at entries that leave no other direction of the row
-space is one of its extreme rays, and these are solutions of linear programs: the least value of any
-linear function, over the points of the cone whose entries sum to 1, is taken at one of them.
-An extreme ray that is no input has zeros by coincidence, without each of which it would be none; an
-input has more zeros than are needed. A function that is 0 at all inputs found so far leads to
-another.
-
-That is how non-negative matrix factorization is unique (Donoho and Stodden, When Does Non-Negative
-Matrix Factorization Give a Correct Decomposition into Parts?, NeurIPS 2003).
+All such points are a cone. An input whose zeros leave no other direction is one of its extreme
+rays: the least value of any linear function, over the points of the cone whose entries sum to 1, is
+taken at one of them. An extreme ray that is no input has zeros by coincidence; an input has more
+zeros than are needed (unique: Donoho and Stodden, When Does Non-Negative Matrix Factorization Give
+a Correct Decomposition into Parts?, NeurIPS 2003).
 
 Where ReLU follows the layer, too, an input tells at which neurons its own error signal is 0, and
 with it the combination q of the gradient's columns that this signal is. All other inputs are
-combinations of the rows that are orthogonal to q. So each input found leaves a cone of one
-dimension less, in which the others are easier to find, and one that contradicts the gradient is
-known for none.
+combinations of rows orthogonal to q: each input found leaves a cone of one dimension less.
 """
 
 from __future__ import annotations
@@ -30,11 +24,8 @@ from torch import Tensor
 
 from fedsim_attacks.layer_inputs._layers import Signal
 
-_ESSENTIAL = 0.99
-"""Leverage from which a zero does not follow from the others."""
-_NARROWER, _LAST = 0.3, 6
-"""Factor by which the width of the weights shrinks, and iterations at its least: a start may be
-nearer to other zeros than errors are."""
+_ESSENTIAL = 0.99  # leverage from which a zero does not follow from the others
+_NARROWER, _LAST = 0.3, 6  # factor by which the weights' width shrinks, and iterations at its least
 ZERO = 4.0
 """Distance from 0, in standard deviations of its error, up to which an entry may be 0."""
 
@@ -69,30 +60,20 @@ def sharpen(
     return left[:, -1], zeros
 
 
-_NEGATIVE = 30.0
-"""Distance below 0, in standard deviations of its error, down to which an entry may be: rounding is
-not the same in each."""
-_FEWEST = 0.05
-"""Least share of zeros in an input, besides those that any extreme ray has."""
-_FRUITLESS = 12
-"""Linear programs without a new input, at each slack, after which the search ends."""
-_REWEIGHTED = 3
-"""Number of times that a linear program is tried again with other weights."""
-_NEAR = 0.1
-"""Share of the mean entry below which all entries weigh alike."""
+_NEGATIVE = 30.0  # distance below 0, in deviations of its error, down to which an entry may be
+_FEWEST = 0.05  # least share of zeros in an input, besides those that any extreme ray has
+_FRUITLESS = 12  # linear programs without a new input, at each slack, after which the search ends
+_REWEIGHTED = 3  # number of times that a linear program is tried again with other weights
+_NEAR = 0.1  # share of the mean entry below which all entries weigh alike
 _SLACK, _SLACKS = 1e-8, 4
-"""Distance below 0 to which solvers round entries that sum to 1; and number of bounds, from that to
-the noise in the weakest direction, that are tried in turn where noise is larger."""
+"""Distance below 0 to which solvers round, and bounds from that to the noise, tried in turn."""
 _SAME, _SURELY = 1e-3, 6.0
 """Distance up to which two rays are the same: relative, and in standard deviations of errors."""
-_BETTER = 0.5
-"""Error of a ray over that of a like one, up to which it takes the other's place."""
-_VAGUE = 0.1
-"""Relative error of a ray above which it is not taken for one."""
+_BETTER = 0.5  # error of a ray over that of a like one, up to which it takes the other's place
+_VAGUE = 0.1  # relative error of a ray above which it is not taken for one
 
 SignalOf = Callable[[Tensor, float], Signal | None]
-"""Function from a combination (n,) of rows and its relative error to its error signal; None if the
-gradient has no such input."""
+"""Function from an input (n,) and its relative error to its error signal; None refuses it."""
 
 
 @dataclass(frozen=True)
@@ -205,9 +186,6 @@ class _Search:
         self, rays: list[_Ray], slack: float, above: bool, generator: torch.Generator
     ) -> _Ray | None:
         """Searches a ray at which a random function is least, 0 at other `rays`, or `above`."""
-        # Where a program ends at an extreme ray that is no input, the next one weighs entries by
-        # how near to 0 they were there (Candès, Wakin and Boyd, Enhancing Sparsity by Reweighted l1
-        # Minimization, 2008).
         from scipy.optimize import linprog  # which takes half a second
 
         self.aims += 1
@@ -245,7 +223,8 @@ class _Search:
             if ray is not None:
                 return ray
             at = (solution @ scaled).clamp_min(0)
-            # Entries that are nearly 0 weigh most, and are driven there (Candès et al., 2008).
+            # Entries nearly 0 weigh most, and are driven there (Candès, Wakin and Boyd, Enhancing
+            # Sparsity by Reweighted l1 Minimization, 2008).
             aim = scaled @ (1 / (at + _NEAR * at.mean()))
         return None
 

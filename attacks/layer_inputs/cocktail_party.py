@@ -55,10 +55,9 @@ class Unmixing(AttackState):
 class CocktailParty(IterativeAttack[Unmixing]):
     """Unmixes the inputs of a fully connected layer by independent component analysis.
 
-    The layer is the first whose inputs are the image. If there is none, it is the first from which
-    all features follow, and its inputs are embeddings. The gradient in the bias gives the scale of
-    an input, which the paper leaves open. Images behind embeddings are returned only if
-    `image_iterations` is above 0.
+    The layer is the first whose inputs are the image; else the first from which all features
+    follow, and its inputs are embeddings. Their images are returned if `image_iterations` is above
+    0.
     """
 
     on_processor: ClassVar[bool] = True

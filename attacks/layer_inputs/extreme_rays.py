@@ -1,9 +1,9 @@
 """Features of a batch from the inputs of a layer that are never negative.
 
 Nothing is planted, nothing granted, and there may be more images than classes. The gradient of any
-linear layer, or of a convolution to a single pixel, has the row space of its inputs (`layers`).
-After ReLU these are the extreme rays of a cone in it (`cone`). What the network computes from them
-are features; behind fully connected layers ReLU's zeros lead back to the images (`answers`).
+linear layer, or of a convolution to a single pixel, has the row space of its inputs (`_layers`).
+After ReLU these are the extreme rays of a cone in it (`_cone`). What the network computes from them
+are features; behind fully connected layers ReLU's zeros lead back to the images.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
-from fedsim_attacks.layer_inputs._answers import (
+from fedsim_attacks.layer_inputs._cone import SignalOf, find_rays
+from fedsim_attacks.layer_inputs._layers import (
     Inputs,
+    Layer,
+    RowSpace,
+    Signal,
     build_answer,
     certify_inputs,
     inputs_drift,
     recover_earlier,
+    trace_layers,
 )
-from fedsim_attacks.layer_inputs._cone import SignalOf, find_rays
-from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, Signal, trace_layers
 
 _OFF, _ROUNDING = 5.0, 1e-6
-"""Distance below 0, in standard deviations, from which ReLU has surely switched a neuron off; and
-rounding of a neuron's input, over the largest."""
+"""Distance below 0 from which ReLU is surely off: standard deviations; share of the largest."""
 
 
 @final
 class ExtremeRays(DirectAttack):
     """Reads inputs that are never negative off a layer's gradient, by linear programs.
 
-    Layers are tried in their order until one shows all images. Pixels, between 0 and 1, are such
-    inputs, too, but a layer that takes them is tried last. They are found if many of them are
-    exactly 0 or 1.
+    Layers are tried in their order until one shows all images; the one that takes pixels last.
     """
 
     paper: ClassVar[str] = (
@@ -51,10 +51,7 @@ class ExtremeRays(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns features, and as far as the inputs found tell them, labels and images.
-
-        Means stand for what was not found, behind the rest.
-        """
+        """Returns features, and labels and images where inputs tell them; means for the rest."""
         layers = trace_layers(observation)
         count = observation.num_images
         eligible = [layer for layer in layers if _is_eligible(layer)]

@@ -22,16 +22,19 @@ from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.layer_inputs._answers import Inputs, build_answer, disaggregate
 from fedsim_attacks.layer_inputs._cone import sharpen
-from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, trace_layers
+from fedsim_attacks.layer_inputs._layers import (
+    Inputs,
+    Layer,
+    RowSpace,
+    build_answer,
+    disaggregate,
+    trace_layers,
+)
 
-_NEAR = 1e-3
-"""Share of a combination's largest entry below which an entry may be 0."""
-_SHARP, _SHARPER = 1e-6, 0.9
-"""Last width of the weights, and the factor by which it shrinks in an iteration."""
-_ZERO = 20.0
-"""Standard deviations of an error up to which an entry is 0: large entries round more."""
+_NEAR = 1e-3  # share of a combination's largest entry below which an entry may be 0
+_SHARP, _SHARPER = 1e-6, 0.9  # last width of the weights, and the factor by which it shrinks
+_ZERO = 20.0  # standard deviations of an error up to which an entry is 0: large entries round more
 _PRECISELY_SAME, _ROUGHLY_SAME = 1e-5, 1e-3
 """Sine up to which two combinations are the same: when they are precise, and before."""
 
@@ -158,12 +161,9 @@ class Candidates:
         return (combinations @ self.space.columns.T).abs() < _ZERO * self.space.deviation
 
 
-_TOGETHER = 4096
-"""Sets of rows that are drawn in one iteration."""
-_DESCENTS = 64
-"""Descents of one iteration."""
-_COMPLETE = 0.999
-"""Score from which on all neurons agree, but for some that rounding leaves open."""
+_TOGETHER = 4096  # sets of rows that are drawn in one iteration
+_DESCENTS = 64  # descents of one iteration
+_COMPLETE = 0.999  # score from which on all neurons agree, but for some that rounding leaves open
 
 
 @dataclass(kw_only=True)
@@ -177,17 +177,14 @@ class SpearState(AttackState):
     score: float = 0.0
     """Share of neurons and images that agree with it, in [0, 1]."""
     known: int = 0
-    """Number of combinations that were known at the last selection."""
 
 
 @final
 class Spear(IterativeAttack[SpearState]):
     """Takes a layer's gradient apart by the zeros that ReLU leaves in error signals.
 
-    The layer is the first linear one with a bias that ReLU follows. Sets of its neurons are drawn
-    until sparse combinations of the gradient's columns are found. A greedy selection of them
-    reproduces which neurons each image activates. The number of draws needed doubles with each
-    image. Inputs of a first layer are the images.
+    The layer is the first linear one with a bias that ReLU follows. The number of draws needed
+    doubles with each image. Inputs of a first layer are the images.
     """
 
     on_processor: ClassVar[bool] = True
@@ -248,10 +245,7 @@ class Spear(IterativeAttack[SpearState]):
         return state.score >= _COMPLETE or super().terminate(state)
 
     def postprocess(self, state: SpearState) -> Reconstruction:
-        """Returns features, labels if all images were found, and images if inputs are pixels.
-
-        Means stand for missing images. None is determined unless the score is at least 0.999.
-        """
+        """Returns features, and labels and images where inputs tell them; means for the rest."""
         inputs = state.best
         if inputs is None:
             found = len(state.candidates.combinations)

@@ -34,8 +34,7 @@ from fedsim.words import number_of
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.labels.label_inference import infer_labels
 
-_ALIKE = 1e-4
-"""Relative distance of two gradients up to which they are the same, computed in two ways."""
+_ALIKE = 1e-4  # relative distance of two gradients up to which they are the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +163,9 @@ def _position(
     return None
 
 
-_LEAST = -17.0
-_MOST = 3.0
-_STEPS = 201
-"""Powers of ten of the disturbance's variance, over the gradient's mean square."""
-_REACH = 0.5
-"""Distance over which the correlation of pixels falls to 1/e, in sides of an image."""
+# Powers of ten of the disturbance's variance, over the gradient's mean square.
+_LEAST, _MOST, _STEPS = -17.0, 3.0, 201
+_REACH = 0.5  # distance over which the correlation of pixels falls to 1/e, in sides of an image
 
 
 class SolvedPatches(NamedTuple):
@@ -224,22 +220,18 @@ def solve_patches(
     return SolvedPatches(values, variances.clamp_min(0), float(left_over / gradient.square().sum()))
 
 
-_PIXEL_MEAN, _PIXEL_SPREAD = 0.5, 0.25
-"""Prior mean and standard deviation of pixels in [0, 1]."""
-_DETERMINED = 0.01
-"""Root mean squared error of pixels (40 dB) up to which an image is determined."""
-_SAFETY = 3.0
-"""Standard deviations of its pixels by which an image may be off."""
+_PIXEL_MEAN, _PIXEL_SPREAD = 0.5, 0.25  # prior mean and standard deviation of pixels in [0, 1]
+_DETERMINED = 0.01  # root mean squared error of pixels (40 dB) up to which an image is determined
+_SAFETY = 3.0  # standard deviations of its pixels by which an image may be off
 
 
 @final
 class PatchInversion(DirectAttack):
     """Solves the gradients of patch embedding and position for a transformer's only image.
 
-    The image is exact if a token has more entries than there are patches. The server is honest, and
-    may train any model with a trained position embedding, which the attack finds by running the
-    model. Clipping and several local steps on the image change nothing. Noise, removed entries and
-    further patches make pixels uncertain.
+    The image is exact if a token has more entries than there are patches. Clipping and several
+    local steps on the image change nothing. Noise, removed entries and further patches make pixels
+    uncertain.
     """
 
     paper: ClassVar[str] = (
@@ -250,10 +242,7 @@ class PatchInversion(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the image, and its label if the model's head has a linear layer.
-
-        Pixels in no patch are gray, and the image is then not determined.
-        """
+        """Returns the image, and its label if the model's head has a linear layer."""
         if observation.num_images > 1:
             raise AttackFailed(
                 f"the update is of {number_of(observation.num_images, 'image')}, whose signals at "

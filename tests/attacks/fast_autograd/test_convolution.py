@@ -1,22 +1,27 @@
-"""The algorithms of a convolution agree with PyTorch's, and a layer feeds them rightly."""
+"""Fast layers agree with PyTorch's, and replayed operations compute the same bits, or none."""
 
 from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pretended_device import DEVICE, pretended
 from torch import Tensor, nn
 
 from fedsim_attacks.fast_autograd import _convolution, _second_order
 from fedsim_attacks.fast_autograd._convolution import (
     ConvolutionAlgorithm,
     ConvolutionShape,
-    Direct,
     Geometry,
     Patches,
     Winograd,
 )
 from fedsim_attacks.fast_autograd._layers import batch_norm, group_norm
+from fedsim_attacks.fast_autograd._tape import Tape, _NoReading
 
 PLAIN = Geometry(stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
 GEOMETRIES = {
@@ -28,7 +33,7 @@ GEOMETRIES = {
     "pointwise": (PLAIN._replace(padding=(0, 0)), (1, 1)),
     "uneven kernel": (PLAIN, (3, 2)),
 }
-SIZES = [(1, 4, 4), (2, 6, 9), (3, 8, 5), (1, 11, 3)]
+SIZES = [(1, 4, 4), (2, 6, 9), (1, 11, 3)]
 """(N, H, W): whole tiles of Winograd's, parts of them, and both."""
 
 
@@ -38,25 +43,23 @@ def operands(
     stream = torch.Generator().manual_seed(0)
     shapes = problem.images, problem.weights, problem.weights[:1]
     x, w, b = (torch.randn(shape, generator=stream, dtype=dtype) for shape in shapes)
-    gy = torch.randn(
-        problem.images[0], problem.weights[0], *problem.outputs, generator=stream, dtype=dtype
-    )
+    outputs = problem.images[0], problem.weights[0], *problem.outputs
+    gy = torch.randn(outputs, generator=stream, dtype=dtype)
     last = torch.channels_last
     return x.to(memory_format=last), w.to(memory_format=last), b, gy
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES.keys())
-@pytest.mark.parametrize("kind", [Direct, Patches, Winograd])
+@pytest.mark.parametrize("kind", [ConvolutionAlgorithm, Patches, Winograd])
 def test_the_three_products_are_pytorchs(
     kind: type[ConvolutionAlgorithm],
     geometry: tuple[Geometry, tuple[int, int]],
     size: tuple[int, int, int],
 ) -> None:
     moves, kernel = geometry
-    problem = ConvolutionShape(
-        torch.Size((size[0], 5, *size[1:])), torch.Size((7, 5, *kernel)), moves
-    )
+    images_, weights_ = torch.Size((size[0], 5, *size[1:])), torch.Size((7, 5, *kernel))
+    problem = ConvolutionShape(images_, weights_, moves)
     if min(problem.outputs) < 1:
         pytest.skip("the kernel does not fit into the image")
     if kind is Winograd and not Winograd.applies(problem):
@@ -69,19 +72,15 @@ def test_the_three_products_are_pytorchs(
     expected = F.conv2d(x, w, b, *moves)
     to_x, to_w = torch.autograd.grad(expected, (x, w), gy)
     with torch.no_grad():
-        images, weights, gradients = (
-            algorithm.images(x),
-            algorithm.weights(w),
-            algorithm.gradients(gy),
-        )
+        images, weights = algorithm.images(x), algorithm.weights(w)
+        gradients = algorithm.gradients(gy)
         close = {"rtol": 1e-10, "atol": 1e-10}
         torch.testing.assert_close(algorithm.output(images, weights, b), expected, **close)
         without = algorithm.output(images, weights)
         torch.testing.assert_close(without + b.view(-1, 1, 1), expected, **close)
-        found = algorithm.input_gradient(gradients, images, weights)
-        torch.testing.assert_close(found, to_x, **close)
-        found = algorithm.weight_gradient(gradients, images, weights)
-        torch.testing.assert_close(found, to_w, **close)
+        sides = gradients, images, weights
+        torch.testing.assert_close(algorithm.input_gradient(*sides), to_x, **close)
+        torch.testing.assert_close(algorithm.weight_gradient(*sides), to_w, **close)
 
 
 def test_winograd_rounds_little_in_single_precision() -> None:
@@ -100,7 +99,7 @@ def test_a_layer_notices_that_its_weights_have_changed(
     monkeypatch.setattr(_second_order, "_WORTHWHILE", 0)
     monkeypatch.setattr(_convolution, "_CHANNELS", 1)
     monkeypatch.setattr(_convolution, "_TILES", 1)
-    monkeypatch.setattr("fedsim_attacks.fast_autograd._convolution._WEIGHTS_PER_POSITION", 10**9)
+    monkeypatch.setattr(_convolution, "_WEIGHTS_PER_POSITION", 10**9)
     layer = nn.Conv2d(5, 7, 3, padding=1).double()
     _second_order.accelerate(layer)
     x = torch.randn(2, 5, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -139,23 +138,84 @@ def test_slopes_do_not_depend_on_memory_order(kind: str, of_input: str, of_gradi
     with torch.no_grad():
         module.weight.uniform_(0.5, 2, generator=stream)
 
-    def slopes(inputs: Tensor, weight: Tensor, cotangent: Tensor, own: bool) -> list[Tensor]:
+    def slopes(layer: Any, inputs: Tensor, cotangent: Tensor) -> list[Tensor]:
         inputs = inputs.detach().requires_grad_()
         # No leaf, as behind a layer: of a leaf the fast layers compute no slope.
         behind = inputs * 1.0
         if of_input == "every other column":
             behind = F.pad(inputs, (0, 4))[..., :4]
-        if own:
-            y = fast(module, behind)  # type: ignore[arg-type]
-        elif kind == "group":
-            y = F.group_norm(behind, 4, weight, module.bias.to(weight), module.eps)
-        else:
-            y = F.batch_norm(behind, None, None, weight, module.bias.to(weight), True, eps=1e-5)
+        y = layer(behind)
         (first,) = torch.autograd.grad(y, behind, cotangent, create_graph=True)
         (second,) = torch.autograd.grad(first, inputs, v.to(first))
         return [y.detach(), first.detach(), second]
 
-    found = slopes(x, module.weight, gy, own=True)
-    wanted = slopes(x.double(), module.weight.detach().double(), gy.double(), own=False)
+    found = slopes(partial(fast, module), x, gy)
+    wanted = slopes(deepcopy(module).double(), x.double(), gy.double())
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-4)
+
+
+over_devices = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
+@over_devices
+def test_a_replay_computes_without_the_function(device: str) -> None:
+    """It runs for the first result, the recording and the check; tensors it holds are read anew."""
+
+    class Scaled:
+        factor = torch.ones((), device=device)
+        calls = 0
+
+        def times(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            self.calls += 1
+            return self.factor * x, x @ y
+
+    scaled = Scaled()
+    tape = Tape(scaled.times)
+    for step in range(1, 6):
+        scaled.factor.fill_(step)  # as the width of jumps is, that narrows over a descent
+        x, y = torch.randn(3, 4, device=device), torch.randn(4, 2, device=device)
+        for found, wanted in zip(tape(x, y), (step * x, x @ y), strict=True):
+            torch.testing.assert_close(found, wanted)
+    # A graph is looked at, and warmed up twice, before it is captured.
+    assert scaled.calls == (3 if device == "cpu" else 6)
+
+
+@over_devices
+def test_a_function_that_branches_on_values_is_called(device: str) -> None:
+    """Recorded, it would take the branch of the first inputs."""
+    tape = Tape(lambda x: (x if x.sum() > 0 else -x,))
+    for value in (1.0, -1.0, 1.0, -1.0):
+        assert float(tape(torch.tensor([value], device=device))[0]) == 1.0
+
+
+@over_devices
+def test_a_function_that_does_not_repeat_itself_is_called(device: str) -> None:
+    """What is random or has a memory is no list of operations."""
+    memory = iter(range(100))
+    tape = Tape(lambda x: (x + next(memory),))
+    values = [float(tape(torch.zeros((), device=device))[0]) for _ in range(6)]
+    assert values == sorted(set(values))
+
+
+@over_devices
+def test_a_caller_may_write_into_results(device: str) -> None:
+    """Each call has memory of its own."""
+    tape = Tape(lambda x: (x * 2,))
+    for _ in range(5):
+        (result,) = tape(torch.ones(3, device=device))
+        assert torch.equal(result, torch.full((3,), 2.0, device=device))
+        result.zero_()
+
+
+def test_what_reads_a_value_or_another_device_is_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would keep what it read; and a capture that fails leaves its stream behind."""
+    with pretended(monkeypatch):
+        there, number = torch.ones(3).to(DEVICE), torch.ones(())
+        with _NoReading():  # type: ignore[no-untyped-call]
+            assert (2.0 * there).sum().ndim == 0
+            for reading in (lambda: float(there.sum()), lambda: there * number, there.nonzero):
+                with pytest.raises(RuntimeError, match="reads"):
+                    reading()

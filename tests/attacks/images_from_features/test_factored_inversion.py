@@ -17,7 +17,7 @@ from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation
-from fedsim_attacks.fast_autograd._smooth_slopes import max_pool, relu
+from fedsim_attacks.fast_autograd._second_order import smooth_max_pool, smooth_relu
 from fedsim_attacks.gradient_matching._image_priors import chromatic_variation
 from fedsim_attacks.gradient_matching._matching import MatchedUpdate
 from fedsim_attacks.images_from_features._body_gradient import (
@@ -169,14 +169,14 @@ def test_values_and_slopes_of_smoothed_layers_are_pytorchs() -> None:
     x = torch.randn(2, 3, 7, 7, requires_grad=True)
     for pool in (nn.MaxPool2d(3), nn.MaxPool2d(3, stride=2, padding=1), nn.MaxPool2d(2)):
         pull = torch.randn_like(pool(x))
-        ours = max_pool(pool, x, width=0.5)
+        ours = smooth_max_pool(pool, x, width=0.5)
         assert torch.equal(ours, pool(x))
         found, wanted = (torch.autograd.grad((y * pull).sum(), x)[0] for y in (ours, pool(x)))
         assert torch.allclose(found, wanted)
     pull = torch.randn_like(x)
-    assert torch.equal(relu(x, width=0.5), F.relu(x))
+    assert torch.equal(smooth_relu(x, width=0.5), F.relu(x))
     found, wanted = (
-        torch.autograd.grad((y * pull).sum(), x)[0] for y in (relu(x, width=0.5), F.relu(x))
+        torch.autograd.grad((y * pull).sum(), x)[0] for y in (smooth_relu(x, width=0.5), F.relu(x))
     )
     assert torch.equal(found, wanted)
 
@@ -190,7 +190,8 @@ def test_second_derivatives_are_those_of_smooth_layers() -> None:
         return width * F.softplus(z / width)
 
     assert torch.allclose(
-        second(lambda z: relu(z, width=width), x, pull, toward), second(softplus, x, pull, toward)
+        second(lambda z: smooth_relu(z, width=width), x, pull, toward),
+        second(softplus, x, pull, toward),
     )
 
     def smooth_pool(z: Tensor) -> Tensor:
@@ -201,6 +202,6 @@ def test_second_derivatives_are_those_of_smooth_layers() -> None:
     pull = pull[..., :3, :3]
     pool = nn.MaxPool2d(3)
     assert torch.allclose(
-        second(lambda z: max_pool(pool, z, width=width), x, pull, toward),
+        second(lambda z: smooth_max_pool(pool, z, width=width), x, pull, toward),
         second(smooth_pool, x, pull, toward),
     )
