@@ -32,40 +32,19 @@ from fedsim_attacks.gradient_matching.generative_prior import (
 )
 
 
-class OnATwoLayerHead(AttackContract):
-    model = "mlp"
-    model_parameters: ClassVar[dict[str, Any]] = {
-        "hidden": [12],
-        "head": {"width": 640, "planted": 512},
-    }
+def on(name: str, model: str, *, sizes: tuple[int, ...] = (1, 3), **parameters: Any) -> type:
+    """The contract on a network of this `model`."""
+    fields = {"model": model, "model_parameters": parameters, "batch_sizes": sizes}
+    return type(name, (AttackContract,), fields)
 
 
-class OnAFullyConnectedNetwork(AttackContract):
-    model = "mlp"
-    model_parameters: ClassVar[dict[str, Any]] = {"hidden": [48, 24]}
-
-
-class OnConvolutions(AttackContract):
-    model = "convnet"
-
-
-class OnBatchNorm(AttackContract):
-    model = "convnet"
-    model_parameters: ClassVar[dict[str, Any]] = {"width": 4, "norm": "batch"}
-
-
-class OnAKAN(AttackContract):
-    model = "kan"
-
-
-class OnATransformer(AttackContract):
-    model = "vit"
-    model_parameters: ClassVar[dict[str, Any]] = {"width": 16}
-
-
-class OnATransformerAlone(OnATransformer):
-    model_parameters: ClassVar[dict[str, Any]] = {"width": 32}
-    batch_sizes = (1,)
+OnATwoLayerHead = on("OnATwoLayerHead", "mlp", hidden=[12], head={"width": 640, "planted": 512})
+OnAFullyConnectedNetwork = on("OnAFullyConnectedNetwork", "mlp", hidden=[48, 24])
+OnConvolutions = on("OnConvolutions", "convnet")
+OnBatchNorm = on("OnBatchNorm", "convnet", width=4, norm="batch")
+OnAKAN = on("OnAKAN", "kan")
+OnATransformer = on("OnATransformer", "vit", width=16)
+OnATransformerAlone = on("OnATransformerAlone", "vit", width=32, sizes=(1,))
 
 
 class BehindAnImprint(AttackContract):

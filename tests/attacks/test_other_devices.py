@@ -47,33 +47,22 @@ def test_an_attack_mixes_no_devices(
 
 @pytest.mark.gpu
 @over_suites
-def test_an_attack_on_a_gpu(suite: type[AnyAttackContract]) -> None:
-    _attack_there(suite, "cuda")
-
-
-@pytest.mark.gpu
-@over_suites
-def test_graphs_of_an_attack_on_a_gpu(
-    suite: type[AnyAttackContract], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pays", [_tape.PAYS_ON_GPU, 1])
+def test_an_attack_on_a_gpu(
+    suite: type[AnyAttackContract], pays: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the third call on, whatever the attack would repeat is a graph."""
-    monkeypatch.setattr(_tape, "PAYS_ON_GPU", 1)
+    """Also if, from the third call on, whatever the attack would repeat is a graph."""
+    monkeypatch.setattr(_tape, "PAYS_ON_GPU", pays)
     _attack_there(suite, "cuda")
 
 
-@pytest.mark.parametrize(
-    "suite",
-    slow_but(
-        ["TestDeepLeakage"],
-        [
-            "TestInvertingGradients",
-            "TestInvertingGradientsOnConvolutions",
-            "TestFactoredInversionOnConvolutions",
-            "TestDeepLeakage",
-            "TestGradInversion",
-        ],
-    ),
+RECORDED = (
+    *("TestInvertingGradients", "TestInvertingGradientsOnConvolutions", "TestDeepLeakage"),
+    *("TestFactoredInversionOnConvolutions", "TestGradInversion"),
 )
+
+
+@pytest.mark.parametrize("suite", slow_but(["TestDeepLeakage"], RECORDED))
 def test_what_becomes_a_graph_reads_no_value(
     suite: str, elsewhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,8 +15,6 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.scoring import false_certificates
 from fedsim.types import UNKNOWN, Effect, GroundTruth, Reconstruction
-from fedsim_attacks.classifier_features import _certificates
-from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._profile import Consistency, Profile
 
 DIMENSION = 24
@@ -55,11 +53,7 @@ def client(count: int, seed: int, classes: int = 10, biased: bool = True) -> Cli
 
 
 def answer(
-    known: Client,
-    gradient: Tensor | None = None,
-    *,
-    effect: Effect | None = None,
-    exchanges: int = 2,
+    known: Client, gradient: Tensor | None = None, *, effect: Effect | None = None
 ) -> Reconstruction:
     """The attack's answer to a gradient, from the right labels on."""
     observed = known.gradient if gradient is None else gradient
@@ -70,17 +64,15 @@ def answer(
     pool = torch.randn(64, DIMENSION, generator=stream).relu()
     problem = Profile(classifier) if classifier.factors <= 1 else Consistency(classifier)
     labels = known.labels.sort()[0]
-    return search(problem, pool, labels, stream, starts=2, exchanges=exchanges)
+    return search(problem, pool, labels, stream, starts=2, exchanges=2)
 
 
 def counted(found: Reconstruction, known: Client) -> tuple[int, int]:
     """How many images are certified, and how many of these wrongly."""
-    assert found.certified is not None and found.determined is not None
     assert not bool((found.certified & ~found.determined).any())
     images = torch.zeros(len(known.labels), 1, 1, 1)
     truth = GroundTruth(images=images, labels=known.labels, features=known.features)
     wrong = false_certificates(found, truth)
-    assert wrong is not None
     return int(found.certified.sum()), wrong
 
 
@@ -132,28 +124,6 @@ def test_short_types_give_no_false_certificate(dtype: torch.dtype, told: bool) -
         certified, wrong = counted(answer(known, sent if told else sent.float()), known)
         assert wrong == 0
         assert told or not certified
-
-
-def stepped(rate: float) -> Callable[[Client], Tensor]:
-    """Three steps whose mean gradient is taken for that of one."""
-
-    def gradient(known: Client) -> Tensor:
-        total = torch.zeros_like(known.gradient)
-        for _ in range(3):
-            total += known.gradient / 3
-            known = replace(known, weights=known.weights - rate * known.gradient)
-        return total
-
-    return gradient
-
-
-@pytest.mark.parametrize("rate", [1e-6, *map(slow, (1e-4, 1e-2, 1.0))])
-def test_steps_taken_for_one_give_no_false_certificate(rate: float) -> None:
-    for count in (1, 2, 5):
-        known = client(count, 3)
-        certified, wrong = counted(answer(known, stepped(rate)(known)), known)
-        assert wrong == 0
-        assert rate < 1e-2 or not certified
 
 
 def two_lengths(classes: int) -> tuple[Client, Client]:
@@ -218,9 +188,8 @@ def test_an_image_that_is_not_there_is_not_certified() -> None:
     """One image, and the same one twice, have one gradient."""
     for seed in range(6):
         known = client(1, seed)
-        believed = replace(
-            known, features=known.features.repeat(2, 1), labels=known.labels.repeat(2)
-        )
+        twice = {"features": known.features.repeat(2, 1), "labels": known.labels.repeat(2)}
+        believed = replace(known, **twice)
         assert counted(answer(believed), known)[1] == 0
 
 
@@ -236,48 +205,6 @@ def test_what_lies_outside_the_row_space_forbids_a_certificate() -> None:
     changed = gradient + 1e-4 * gradient.norm() * torch.outer(left, outside)
     assert counted(answer(known), known)[0] == 4
     assert counted(answer(known, changed), known)[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("rule", "loosened", "law"),
-    [
-        slow(
-            "is_declared",
-            lambda classifier: True,
-            test_clipping_leaves_certificates_and_what_is_not_declared_none,
-        ),
-        ("_ROUNDING", 400.0, partial(test_noise_that_nobody_declares_is_noticed, 1e-5)),
-        (
-            "_are_in_all_rivals",
-            lambda *_: True,
-            partial(test_two_images_of_one_gradient_are_not_certified, 10),
-        ),
-        ("_stand_apart", lambda *_: True, test_an_image_that_is_not_there_is_not_certified),
-    ],
-    ids=["declared", "reproduced", "no rival", "apart"],
-)
-def test_each_rule_is_needed(
-    rule: str, loosened: object, law: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_certificates, rule, loosened)
-    with pytest.raises(AssertionError):
-        law()
-
-
-def test_equations_must_be_left_over_whatever_rivals_are_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two rules ask for them: what certifies and what determines an image. Each is enough."""
-    monkeypatch.setattr(_certificates, "_are_in_all_rivals", lambda *_: True)
-    with monkeypatch.context() as loosened:
-        loosened.setattr(ClassifierGradient, "unique", True)
-        test_two_images_of_one_gradient_are_not_certified(2)
-        test_two_labelings_of_one_gradient_are_not_certified()
-    monkeypatch.setattr(_certificates, "is_overdetermined", lambda *_: True)
-    test_two_images_of_one_gradient_are_not_certified(2)
-    monkeypatch.setattr(ClassifierGradient, "unique", True)
-    with pytest.raises(AssertionError):
-        test_two_images_of_one_gradient_are_not_certified(2)
 
 
 @pytest.mark.parametrize("gap", [slow(6.0), slow(8.0), 15.0, 40.0])
@@ -297,4 +224,4 @@ def test_classes_that_no_image_is_taken_for_prove_nothing(gap: float, dtype: tor
         believed = replace(known, labels=known.labels[:1])
         gradient = (0.3 * known.gradient).to(dtype)
         found = answer(believed, gradient, effect=Effect(scaled=True))
-        assert found.certified is not None and not bool(found.certified.any())
+        assert not bool(found.certified.any())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from deep_victims import photos
 from ordinary_classifier import classifier_gradient, search, softmax_gradient
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -15,27 +16,35 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
+from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
 from fedsim_attacks.classifier_features import _profile, classifier_fit
 from fedsim_attacks.classifier_features._certificates import bound_errors
-from fedsim_attacks.classifier_features._profile import (
-    Consistency,
-    Profile,
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._local_steps import (
+    Drift,
+    LocalPath,
+    _features,
+    middle,
 )
+from fedsim_attacks.classifier_features._profile import Consistency, Profile
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 
 MLP: dict[str, Any] = {"model": "mlp", "model_parameters": {"hidden": [32]}}
 LINEAR: dict[str, Any] = {"model": "mlp", "model_parameters": {"hidden": []}}
 
 
-def observe(count: int, seed: int = 0, **case: Any) -> tuple[Observation, GroundTruth]:
+def observe(
+    count: int, seed: int = 0, num_classes: int = 10, **case: Any
+) -> tuple[Observation, GroundTruth]:
     stream = rng.generator(seed, "ordinary classifier")
     images = torch.rand(count, 1, 6, 6, generator=stream)
-    labels = torch.randint(10, (count,), generator=stream)
-    return make_observation(images, labels, seed=seed, **{**MLP, **case})
+    labels = torch.randint(num_classes, (count,), generator=stream)
+    chosen = {**MLP, "num_classes": num_classes, **case}
+    return make_observation(images, labels, seed=seed, **chosen)
 
 
 def fit(observation: Observation, **parameters: Any) -> Reconstruction:
@@ -44,7 +53,6 @@ def fit(observation: Observation, **parameters: Any) -> Reconstruction:
 
 def compared(found: Reconstruction, truth: GroundTruth) -> tuple[Tensor, Tensor]:
     """Returns relative errors of features (N,), and whose they are: in the truth's order."""
-    assert found.features is not None and truth.features is not None
     distances = torch.cdist(truth.features, found.features)
     _, order = linear_sum_assignment(distances.numpy())
     whose = torch.from_numpy(order)
@@ -60,22 +68,8 @@ def test_every_feature_and_label_comes_out(model: dict[str, Any], count: int) ->
     found = fit(observation)
     errors, whose = compared(found, truth)
     assert float(errors.max()) < 1e-3
-    assert found.labels is not None and found.determined is not None
     assert found.labels[whose].tolist() == truth.labels.tolist()
     assert bool(found.determined.all())
-
-
-def test_without_a_bias_too() -> None:
-    """Then no entry of the features is known."""
-    torch.manual_seed(3)
-    features, weights = torch.randn(5, 20).relu().double(), torch.randn(10, 20).double()
-    labels = torch.tensor([1, 1, 4, 7, 9])
-    gradient = softmax_gradient(features, weights, labels)
-    problem = Consistency(classifier_gradient(weights, gradient, 5))
-    starts = problem.unknowns(torch.randn(16, 5, 20).relu())
-    fits = problem.descend(starts, labels.expand(16, -1), 120)
-    best = fits.features[fits.losses.argmin()]
-    assert float(torch.cdist(features, best).amin(1).max()) < 1e-6
 
 
 def test_features_that_others_imitate_exactly_are_not_determined() -> None:
@@ -89,7 +83,7 @@ def test_features_that_others_imitate_exactly_are_not_determined() -> None:
     found = search(problem, pool, torch.tensor([0]), stream, starts=8, exchanges=0)
     assert found.loss < 1e-20
     torch.testing.assert_close(found.features, -features.float())
-    assert found.determined is not None and not bool(found.determined.any())
+    assert not bool(found.determined.any())
 
 
 def test_a_single_image_of_which_a_network_is_sure_is_read_off() -> None:
@@ -152,7 +146,6 @@ def test_as_many_equations_as_unknowns_determine_nothing(
 def test_the_factor_of_each_image_is_found() -> None:
     """As of clipped examples; with the bias, each feature's last entry is known."""
     observation, truth = observe(4, **LINEAR)
-    assert truth.features is not None
     model = rebuild(observation)
     parameters = dict(model.named_parameters())
     sums = {name: torch.zeros_like(value) for name, value in parameters.items()}
@@ -182,14 +175,7 @@ def test_local_steps_of_the_classifier_are_unrolled(momentum: float) -> None:
 def test_noise_beside_features_that_are_few() -> None:
     """No feature is outside the span of a hundred classes' rows, whose spread would be known."""
     noise = [{"name": "gaussian_noise", "std": 1e-4}]
-    stream = torch.Generator().manual_seed(0)
-    observation, _ = make_observation(
-        torch.rand(1, 1, 6, 6, generator=stream),
-        torch.tensor([7]),
-        num_classes=100,
-        defense=noise,
-        **MLP,
-    )
+    observation, _ = observe(1, num_classes=100, defense=noise)
     assert fit(observation, exchanges=0).features is not None
 
 
@@ -201,26 +187,15 @@ def test_two_rows_that_are_rounded_alike_hide_no_error(bits: int) -> None:
         {"name": "quantization", "bits": bits, "rounding": "deterministic"},
     ]
     for seed in range(3):
-        stream = torch.Generator().manual_seed(seed)
-        observation, truth = make_observation(
-            torch.rand(1, 1, 6, 6, generator=stream),
-            torch.randint(2, (1,), generator=stream),
-            seed=seed,
-            num_classes=2,
-            defense=defense,
-            **MLP,
-        )
+        observation, truth = observe(1, seed, num_classes=2, defense=defense)
         found = fit(observation, exchanges=2)
         errors, whose = compared(found, truth)
-        assert found.determined is not None
         assert not bool((found.determined[whose] & (errors > 0.03)).any())
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:
     observation, _ = observe(2)
-    weights = {
-        name: torch.full_like(part, torch.inf) for name, part in observation.parameters.items()
-    }
+    weights = {name: part + torch.inf for name, part in observation.parameters.items()}
     with pytest.raises(AttackFailed, match="not finite"):
         fit(replace(observation, parameters=weights))
 
@@ -232,44 +207,36 @@ def test_labels_that_were_misread_are_found_by_exchanges(monkeypatch: pytest.Mon
     misread[:3] = (misread[:3] + 1) % 10
     monkeypatch.setattr(classifier_fit, "infer_labels", lambda _: misread)
     stuck = fit(observation, exchanges=0)
-    assert stuck.determined is not None and not bool(stuck.determined.any())
+    assert not bool(stuck.determined.any())
     found = fit(observation)
     errors, whose = compared(found, truth)
     assert float(errors.max()) < 1e-3
-    assert found.labels is not None
     assert found.labels[whose].tolist() == truth.labels.tolist()
 
 
 def test_an_image_without_error_signal_is_told_apart() -> None:
     """Its softmax is saturated: it has no part in the gradient."""
-    torch.manual_seed(0)
-    observation, truth = observe(4, **LINEAR)
-    assert truth.features is not None
-    far = torch.zeros(36)
-    far[7] = 3000.0
-    features = torch.cat([truth.features[:3], far[None]])
-    model = rebuild(observation)
-    labels = truth.labels.clone()
-    labels[3] = int(model.head(far[None]).argmax())
-    parameters = dict(model.named_parameters())
-    loss = F.cross_entropy(model.head(features), labels)
-    gradients = torch.autograd.grad(loss, list(parameters.values()))
-    changed = replace(observation, update=dict(zip(parameters, gradients, strict=True)))
-    found = fit(changed)
-    assert found.determined is not None and found.features is not None
-    right = torch.cdist(found.features, features).amin(1) / found.features.norm(dim=1) < 0.03
+    stream = torch.Generator().manual_seed(0)
+    features = F.pad(torch.rand(4, 36, generator=stream).double(), (0, 1), value=1.0)
+    weights = torch.randn(10, 37, generator=stream).double() / 6
+    features[3, 7] = 3000.0
+    labels = torch.tensor([1, 4, 7, int((weights @ features[3]).argmax())])
+    gradient = softmax_gradient(features, weights, labels)
+    problem = Profile(classifier_gradient(weights, gradient, 4, biased=True))
+    features, pool = features[:, :-1], torch.rand(64, 36, generator=stream)
+    found = search(problem, pool, labels, stream, starts=4, exchanges=2)
+    right = (
+        torch.cdist(found.features.double(), features).amin(1) / found.features.norm(dim=1) < 0.03
+    )
     assert not bool((found.determined & ~right).any())
     assert int(found.determined.sum()) < 4
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("std", [1e-6, 1e-4, 1e-2])
-def test_what_is_called_determined_is_right(std: float, seed: int) -> None:
-    noise = [{"name": "gaussian_noise", "std": std}]
-    observation, truth = observe(5, seed, defense=noise)
+def test_what_is_called_determined_is_right(std: float) -> None:
+    observation, truth = observe(5, defense=[{"name": "gaussian_noise", "std": std}])
     found = fit(observation, exchanges=2)
     errors, whose = compared(found, truth)
-    assert found.determined is not None
     assert not bool((found.determined[whose] & (errors > 0.03)).any())
     if std >= 1e-2:
         assert not bool(found.determined.any())
@@ -305,28 +272,17 @@ def test_a_fit_that_ran_away_has_no_bound() -> None:
         assert bound_errors(solved, away, 0).tolist() == [torch.inf, torch.inf]
 
 
+TWO_STEPS = LocalTraining(algorithm="fedavg", steps=2, batch_size=3, lr=0.1, batches="same")
+PRUNING = [{"name": "gradient_pruning", "ratio": 0.9}]
+
+
 @pytest.mark.parametrize(
     ("case", "why"),
     [
         ({"count": 10}, "of 9 images at most"),
-        (
-            {
-                "count": 3,
-                "defense": [{"name": "gradient_pruning", "ratio": 0.9}],
-                "training": LocalTraining(
-                    algorithm="fedavg", steps=2, batch_size=3, lr=0.1, batches="same"
-                ),
-            },
-            "sets entries to zero",
-        ),
+        ({"count": 3, "defense": PRUNING, "training": TWO_STEPS}, "sets entries to zero"),
         ({"count": 3, "defense": [{"name": "dropout", "rate": 0.5}]}, "dropout"),
-        (
-            {
-                "count": 3,
-                "model_parameters": {"hidden": [], "head": {"width": 40, "planted": 0}},
-            },
-            "not one linear layer",
-        ),
+        ({"count": 3, "model_parameters": {"head": {"width": 40}}}, "not one linear layer"),
     ],
     ids=["batch", "pruning", "dropout", "two layers"],
 )
@@ -350,11 +306,12 @@ def test_the_profile_is_what_the_best_rest_leaves(factors: int, spread: float | 
     points = problem.unknowns(torch.randn(1, 4, 20).relu())
     found, targets = problem.features(points, labels[None])[0], F.one_hot(labels, 7).double()
     errors = problem.errors(points[0], labels)
-    torch.testing.assert_close(
-        errors, (found @ weights.T).softmax(1) - F.one_hot(labels, 7), rtol=1e-9, atol=1e-9
-    )
+    implied = (found @ weights.T).softmax(1) - targets
+    torch.testing.assert_close(errors, implied, rtol=1e-9, atol=1e-9)
     centred = gradient - gradient.mean(0)
     shared = torch.eye(4).double() + 100
+    span = torch.linalg.qr(weights.T)[0]
+    outside = torch.eye(20).double() - span @ span.T
 
     def objective(rest: Tensor) -> Tensor:
         """What `rest`, added outside the span, leaves, and how unlikely that is beforehand."""
@@ -366,35 +323,23 @@ def test_the_profile_is_what_the_best_rest_leaves(factors: int, spread: float | 
             left = left + ratio * (own * torch.linalg.solve(shared, own)).sum()
         return left
 
-    span = torch.linalg.qr(weights.T)[0]
-    outside = torch.eye(20).double() - span @ span.T
     at = torch.zeros(4, 20).double()
-    torch.testing.assert_close(
-        problem.residuals(points, targets[None]).square().sum(), objective(at)
-    )
-    slope = torch.func.grad(objective)(at)
-    assert float(slope.norm()) < 1e-9
+    left = problem.residuals(points, targets[None]).square().sum()
+    torch.testing.assert_close(left, objective(at))
+    assert float(torch.func.grad(objective)(at).norm()) < 1e-9
 
 
 def test_noise_hides_no_more_than_it_must() -> None:
     """Errors are those of the error signals' inverse, which no fit can be better than by far."""
     ratios = []
     for seed in range(4):
-        noise = 1e-4
-        observation, truth = observe(5, seed, defense=[{"name": "gaussian_noise", "std": noise}])
-        assert truth.features is not None
-        found = fit(observation, exchanges=2)
-        _, whose = compared(found, truth)
-        assert found.features is not None
-        errors = (found.features[whose] - truth.features).norm(dim=1)
+        observation, truth = observe(5, seed, defense=[{"name": "gaussian_noise", "std": 1e-4}])
+        errors = compared(fit(observation, exchanges=2), truth)[0] * truth.features.norm(dim=1)
         logits = rebuild(observation).head(truth.features).detach().double()
         signals = logits.softmax(1) - F.one_hot(truth.labels, 10)
-        least = (
-            noise * 5 * truth.features.shape[1] ** 0.5 * torch.linalg.pinv(signals.T).norm(dim=1)
-        )
+        least = 5e-4 * truth.features.shape[1] ** 0.5 * torch.linalg.pinv(signals.T).norm(dim=1)
         ratios.append(errors / least)
-    typical = float(torch.cat(ratios).median())
-    assert 0.5 < typical < 4
+    assert 0.5 < float(torch.cat(ratios).median()) < 4
 
 
 @pytest.mark.parametrize("scope", ["global", pytest.param("tensor", marks=pytest.mark.slow)])
@@ -406,9 +351,99 @@ def test_removed_entries_are_filled_in(scope: str, monkeypatch: pytest.MonkeyPat
     found = fit(observation)
     errors, whose = compared(found, truth)
     assert float(errors.max()) < 4e-3
-    assert found.labels is not None and found.determined is not None
     assert found.labels[whose].tolist() == truth.labels.tolist()
     assert not bool(found.determined.any())
     monkeypatch.setattr(_profile, "_TURNS", 0)
     zeros, _ = compared(fit(observation), truth)
     assert float(zeros.max()) > 4 * float(errors.max())
+
+
+def training(**fields: Any) -> LocalTraining:
+    same: dict[str, Any] = {"algorithm": "fedavg", "steps": 5, "batch_size": 4, "lr": 0.001}
+    return LocalTraining(**{**same, "batches": "same", **fields})
+
+
+def observe_photos(**case: Any) -> tuple[Observation, GroundTruth]:
+    """Four photographs in five steps of a ConvNet."""
+    chosen: dict[str, Any] = {"model": "convnet", "model_parameters": {"width": 8}}
+    return make_observation(*photos(4), **{**chosen, "training": training(), **case})
+
+
+def features_at(observation: Observation, share: float, truth: GroundTruth) -> Tensor:
+    return _features(observation, share, normalize(truth.images, observation.model))
+
+
+def test_noise_tells_most_of_how_features_drift() -> None:
+    observation, truth = observe_photos()
+    drift = Drift(observation, 0.4, rng.generator(0, "drift"))
+    middle_ = features_at(observation, 0.4, truth)
+    for share in (0.0, 1.0):
+        there = features_at(observation, share, truth)
+        off = (drift(middle_, share) - there).norm() / (middle_ - there).norm()
+        assert float(off) < 0.6
+    torch.testing.assert_close(drift(middle_, 0.4), middle_)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_corrections_explain_what_the_middle_leaves(momentum: float) -> None:
+    observation, truth = observe_photos(training=training(momentum=momentum))
+    path = LocalPath(observation, rng.generator(0, "path"))
+    share = middle(observation.training, path._shares)
+    features = features_at(observation, share, truth)
+    seen = path.classifier.gradient
+    whole = F.pad(features, (0, 1), value=1.0)
+    errors = (whole @ path.classifier.weights.T).softmax(1) - F.one_hot(truth.labels, 10)
+    one = errors.T @ whole / len(whole)
+    before = float((seen - one).norm())
+    after = float((seen - path._correction(features, truth.labels) - one).norm())
+    assert after < 0.8 * before
+
+
+CLIENTS = {
+    "defense": [{"name": "aggregate"}],
+    "num_clients": 2,
+    "training": training(batch_size=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "suits"),
+    [
+        ({}, True),
+        ({"model": "mlp", "model_parameters": {"hidden": []}}, False),
+        ({"training": None}, False),
+        ({"training": training(steps=2, batch_size=2, batches="different")}, False),
+        ({"defense": [{"name": "gaussian_noise", "std": 1e-6}]}, False),
+        ({"defense": [{"name": "clip", "norm": 1e-3}]}, False),
+        (CLIENTS, False),
+    ],
+    ids=["steps", "no body", "one step", "other batches", "noise", "clip", "clients"],
+)
+def test_exact_steps_of_one_client_on_one_batch_have_a_path(
+    case: dict[str, Any], suits: bool
+) -> None:
+    observation, _ = observe_photos(**case)
+    assert LocalPath.suits(observation, ClassifierGradient.read(observation)) == suits
+
+
+def test_features_over_five_steps_come_out_and_none_is_called_certain() -> None:
+    observation, truth = observe_photos()
+    found = solve(ClassifierFit(), observation, Knowledge(), seed=1).reconstruction
+    cosines = F.cosine_similarity(truth.features[:, None], found.features[None], dim=2)
+    best, whose = cosines.max(1)
+    assert sorted(whose.tolist()) == [0, 1, 2, 3]
+    assert float(best.min()) > 0.998
+    assert found.labels[whose].tolist() == truth.labels.tolist()
+    assert not bool(found.determined.any())
+    # They are of the weights that were sent: of those at the path's end hardly any is as near.
+    lengths = (found.features[whose] - truth.features).norm(dim=1) / truth.features.norm(dim=1)
+    end = features_at(observation, 1.0, truth).float()
+    ends = (found.features[whose] - end).norm(dim=1) / truth.features.norm(dim=1)
+    assert float(lengths.mean()) < 0.5 * float(ends.mean())
+
+
+def test_a_path_on_which_features_drift_too_far_is_not_followed() -> None:
+    """Large steps of a fresh network: the middle says nothing of its features then."""
+    near, far = (observe_photos(training=training(lr=lr))[0] for lr in (0.001, 0.1))
+    paths = [LocalPath(each, rng.generator(0, "noise")) for each in (near, far)]
+    assert [path.is_told for path in paths] == [True, False]

@@ -31,11 +31,14 @@ RESNET: dict[str, Any] = {
     "model": "resnet18",
     "model_parameters": {"stem": "imagenet", "norm": "group", "width": 16},
 }
+CLIP = [{"name": "clip", "norm": 1e-3}]
 EXACT = [
     pytest.param(ExtremeRays(), MLP, id="extreme_rays"),
     pytest.param(Spear(), SHALLOW, id="spear"),
     pytest.param(Spear(search="descent"), SHALLOW, id="spear_by_descent"),
 ]
+MANY = {"count": 32, "size": 12, "seed": 3, "model_parameters": {}}
+"""More images than plain programs find: each one found makes the others easier."""
 
 
 def observe(
@@ -47,29 +50,38 @@ def observe(
     return make_observation(images, labels, seed=seed, **{**MLP, **case})
 
 
+def disturb(observation: Observation, share: float, stream: torch.Generator) -> Observation:
+    """Adds noise that nobody declares."""
+    noisy = {
+        name: tensor + share * tensor.std() * torch.randn(tensor.shape, generator=stream)
+        for name, tensor in observation.update.items()
+    }
+    return replace(observation, update=noisy)
+
+
 def attacked(attack: Attack[Any], observation: Observation) -> Reconstruction:
     return solve(attack, observation, Knowledge(), seed=1).reconstruction
 
 
 def order(found: Tensor | None, true: Tensor | None) -> Tensor:
     """Returns which of `found` each of `true` is."""
-    assert found is not None and true is not None
     costs = torch.cdist(true.flatten(1), found.flatten(1))
     return torch.from_numpy(linear_sum_assignment(costs.numpy())[1])
 
 
-@pytest.mark.parametrize(("attack", "case"), EXACT)
+@pytest.mark.parametrize(("attack", "case"), [*EXACT, pytest.param(ExtremeRays(), MANY, id="many")])
+@pytest.mark.parametrize("defense", [[], CLIP], ids=["none", "clip"])
 def test_a_batch_of_a_fully_connected_network_is_exact(
-    attack: Attack[Any], case: dict[str, Any]
+    attack: Attack[Any], case: dict[str, Any], defense: list[dict[str, Any]]
 ) -> None:
-    observation, truth = observe(6, **case)
+    """A clipped update is one with a factor that only its client knows."""
+    observation, truth = observe(**{"count": 6, **case}, defense=defense)
     found = attacked(attack, observation)
-    assert found.images is not None and found.labels is not None and found.features is not None
     whose = order(found.images, truth.images)
-    torch.testing.assert_close(found.images[whose], truth.images, atol=1e-4, rtol=0)
-    torch.testing.assert_close(found.features[whose], truth.features, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.images[whose], truth.images, atol=1e-3, rtol=0)
+    torch.testing.assert_close(found.features[whose], truth.features, atol=1e-3, rtol=1e-3)
     assert torch.equal(found.labels[whose], truth.labels)
-    assert found.determined is not None and bool(found.determined.all())
+    assert bool(found.determined.all())
 
 
 @pytest.mark.parametrize("classes", [2, 10])
@@ -83,27 +95,7 @@ def test_more_images_than_classes_of_a_residual_network(classes: int) -> None:
     whose = order(found.features, truth.features)
     torch.testing.assert_close(found.features[whose], truth.features, atol=1e-3, rtol=1e-3)
     assert torch.equal(found.labels[whose], truth.labels)
-    assert found.determined is not None and bool(found.determined.all())
-
-
-@pytest.mark.parametrize(("attack", "case"), EXACT)
-def test_order_and_scale_of_the_batch_do_not_matter(
-    attack: Attack[Any], case: dict[str, Any]
-) -> None:
-    """A clipped update is one with a factor that only its client knows."""
-    clipped, truth = observe(5, **case, defense=[{"name": "clip", "norm": 1e-3}])
-    found = attacked(attack, clipped)
-    whose = order(found.images, truth.images)
-    assert found.images is not None and found.determined is not None
-    torch.testing.assert_close(found.images[whose], truth.images, atol=1e-3, rtol=0)
     assert bool(found.determined.all())
-    turned = torch.arange(5).flip(0)
-    other, _ = make_observation(truth.images[turned], truth.labels[turned], **case)
-    again = attacked(attack, other)
-    assert again.images is not None
-    torch.testing.assert_close(
-        again.images[order(again.images, found.images)], found.images, atol=1e-3, rtol=0
-    )
 
 
 @pytest.mark.parametrize(("attack", "case"), EXACT)
@@ -118,8 +110,6 @@ def test_noise_leaves_nothing_called_determined_that_is_wrong(
             found = attacked(attack, observation)
         except AttackFailed:
             continue
-        assert found.features is not None and found.determined is not None
-        assert truth.features is not None
         whose = order(found.features, truth.features)
         wrong = (found.features[whose] - truth.features).norm(dim=1)
         wrong = wrong > 0.05 * truth.features.norm(dim=1)
@@ -164,19 +154,13 @@ def test_layers_of_a_residual_network_say_what_follows_from_their_inputs() -> No
 @pytest.mark.parametrize("noise", [0.0, 1e-3])
 def test_batch_norm_in_training_mode_is_refused(noise: float) -> None:
     """Of two images, noise leaves one input, and batch norm makes no features of a single one."""
-    norm = {"model_parameters": {**RESNET["model_parameters"], "norm": "batch"}}
+    norm = {**RESNET["model_parameters"], "norm": "batch"}
     stream = rng.generator(5, "batch norm")
+    images, labels = torch.rand(2, 3, 32, 32, generator=stream), torch.tensor([0, 1])
     observation, _ = make_observation(
-        torch.rand(2, 3, 32, 32, generator=stream),
-        torch.tensor([0, 1]),
-        num_classes=2,
-        **{**RESNET, **norm},
+        images, labels, num_classes=2, model="resnet18", model_parameters=norm
     )
-    noisy = {
-        name: tensor + noise * tensor.std() * torch.randn(tensor.shape, generator=stream)
-        for name, tensor in observation.update.items()
-    }
-    observation = replace(observation, update=noisy)
+    observation = disturb(observation, noise, stream)
     assert not any(layer.scale_free for layer in trace_layers(observation))
     with pytest.raises(AttackFailed, match="batch norm in training mode"):
         attacked(ExtremeRays(), observation)
@@ -189,13 +173,13 @@ def test_an_extreme_ray_that_is_no_input_is_not_returned() -> None:
     sparse *= torch.rand(5, 60, generator=stream) > 0.5
     mixing = torch.randn(5, 5, generator=stream, dtype=torch.float64)
     _, lengths, rows = torch.linalg.svd(mixing @ sparse, full_matrices=False)
-    found = find_rays(lengths[:, None] * rows, lengths[:, None] * rows, 1e-13, stream)
-    values = torch.nn.functional.normalize(found.combinations @ (lengths[:, None] * rows))
-    true = torch.nn.functional.normalize(sparse)
+    rows = lengths[:, None] * rows
+    values = F.normalize(find_rays(rows, rows, 1e-13, stream).combinations @ rows)
+    true = F.normalize(sparse)
     torch.testing.assert_close(values[order(values, true)], true, atol=1e-8, rtol=0)
     _, lengths, rows = torch.linalg.svd(mixing @ (sparse + 0.1), full_matrices=False)
-    none = find_rays(lengths[:, None] * rows, lengths[:, None] * rows, 1e-13, stream)
-    assert len(none.combinations) == 0
+    rows = lengths[:, None] * rows
+    assert len(find_rays(rows, rows, 1e-13, stream).combinations) == 0
 
 
 @pytest.mark.parametrize(("attack", "case"), [EXACT[0], EXACT[2]])
@@ -212,7 +196,7 @@ def test_a_batch_with_an_input_missing_has_no_labels(
     assert values["label_accuracy"] is None and values["feature_cosine"] is not None
 
 
-@pytest.mark.parametrize("case", [{}, {"defense": [{"name": "clip", "norm": 1e-3}]}, RESNET])
+@pytest.mark.parametrize("case", [{}, {"defense": CLIP}, RESNET])
 def test_exact_inputs_are_certified(case: dict[str, Any]) -> None:
     images = torch.rand(4, 3, 32, 32, generator=rng.generator(3, "certified"))
     observation, truth = make_observation(
@@ -221,7 +205,6 @@ def test_exact_inputs_are_certified(case: dict[str, Any]) -> None:
     found = attacked(ExtremeRays(), observation)
     assert found.certified is not None and found.certified.tolist() == [True] * 4
     assert false_certificates(found, truth) == 0
-    assert found.labels is not None
     assert false_certificates(replace(found, labels=1 - found.labels), truth) == 4
 
 
@@ -234,35 +217,17 @@ def test_nothing_is_certified_of_what_is_not_the_clients_own_gradient(change: st
     labels = torch.tensor([0, 1, 1, 1])
     observation, _ = make_observation(images, labels, num_classes=2, defense=noise, **MLP)
     if change == "undeclared":
-        stream = rng.generator(4, "noise")
-        noisy = {
-            name: tensor + 1e-5 * tensor.std() * torch.randn(tensor.shape, generator=stream)
-            for name, tensor in observation.update.items()
-        }
-        observation = replace(observation, update=noisy)
+        observation = disturb(observation, 1e-5, rng.generator(4, "noise"))
     if change == "fewer":
         observation = replace(observation, training=replace(observation.training, batch_size=3))
     found = attacked(ExtremeRays(), observation)
-    assert found.certified is not None and not bool(found.certified.any())
+    assert not bool(found.certified.any())
 
 
-@pytest.mark.parametrize(
-    ("count", "rate", "steps"),
-    [
-        pytest.param(4, 0.01, 10, marks=pytest.mark.slow),
-        (6, 0.03, 3),
-        pytest.param(6, 0.01, 10, marks=pytest.mark.slow),
-    ],
-)
-def test_inputs_that_drift_over_local_steps_are_not_called_determined(
-    count: int, rate: float, steps: int
-) -> None:
-    training = LocalTraining(
-        algorithm="fedavg", steps=steps, batch_size=count, lr=rate, batches="same"
-    )
-    observation, truth = observe(count, seed=2, training=training)
+def test_inputs_that_drift_over_local_steps_are_not_called_determined() -> None:
+    training = LocalTraining(algorithm="fedavg", steps=3, batch_size=6, lr=0.03, batches="same")
+    observation, truth = observe(6, seed=2, training=training)
     found = attacked(ExtremeRays(), observation)
-    assert found.features is not None and found.determined is not None
     errors = torch.cdist(found.features, truth.features) / found.features.norm(dim=1)[:, None]
     assert not bool((found.determined & (errors.amin(1) > 0.03)).any())
 
@@ -271,11 +236,10 @@ def test_features_over_local_steps_are_those_of_the_images() -> None:
     training = LocalTraining(algorithm="fedavg", steps=3, batch_size=6, lr=0.003, batches="same")
     observation, truth = observe(6, training=training)
     found = attacked(ExtremeRays(), observation)
-    assert found.images is not None and found.features is not None
     whose = order(found.images, truth.images)
     torch.testing.assert_close(found.features[whose], truth.features, atol=1e-4, rtol=1e-3)
-    assert found.determined is not None and bool(found.determined.all())
-    assert found.certified is not None and not bool(found.certified.any())
+    assert bool(found.determined.all())
+    assert not bool(found.certified.any())
 
 
 def test_independent_components_of_the_first_layer_are_near_the_images() -> None:
@@ -298,7 +262,6 @@ def test_the_cocktail_party_attack_inverts_the_embeddings_that_it_unmixes() -> N
 
     def missed(**steps: int) -> tuple[float, Tensor]:
         found = attacked(CocktailParty(iterations=20, **steps), observation)
-        assert found.images is not None and found.features is not None
         assert bool((found.images >= 0).all()) and bool((found.images <= 1).all())
         assert found.iterations == 20 + steps["image_iterations"]
         with torch.no_grad():
@@ -329,19 +292,5 @@ def test_a_mixture_of_images_that_activate_the_same_neurons_is_not_determined(
     weights = {**before.parameters, "body.1.bias": biases}
     observation, truth = make_observation(images, labels, num_classes=2, **SHALLOW, weights=weights)
     found = attacked(attack, observation)
-    assert found.images is not None and found.determined is not None
     assert float((found.images[:1] - truth.images).abs().amax((1, 2, 3)).min()) > 0.1
     assert not bool(found.determined.any())
-
-
-def test_more_images_than_plain_programs_find_are_exact() -> None:
-    """Of 32 images of a network of 256 and 128 neurons each one found makes the others easier."""
-    stream = rng.generator(3, "many")
-    images = torch.rand(32, 1, 12, 12, generator=stream)
-    labels = torch.randint(10, (32,), generator=stream)
-    observation, truth = make_observation(images, labels, model="mlp")
-    found = attacked(ExtremeRays(), observation)
-    assert found.images is not None and found.determined is not None
-    whose = order(found.images, truth.images)
-    torch.testing.assert_close(found.images[whose], truth.images, atol=1e-4, rtol=0)
-    assert bool(found.determined.all())

@@ -17,8 +17,8 @@ from fedsim.types import Effect, LocalTraining, Reconstruction
 from fedsim_attacks.patch_embedding.patch_inversion import (
     PatchInversion,
     correlation,
+    solve_patches,
 )
-from fedsim_attacks.patch_embedding.patch_inversion import solve_patches as solve_patches
 
 SMALL = {"patch": 4, "width": 32, "heads": 2}
 """16 patches of a 16x16 image, in tokens of 32 entries."""
@@ -36,16 +36,11 @@ def _attacked(
 ) -> tuple[Reconstruction, float]:
     """The answer and its PSNR."""
     images, labels = _image(seed)
+    parameters = {**SMALL, **(model or {})}
     observation, _ = make_observation(
-        images,
-        labels,
-        model="vit",
-        model_parameters={**SMALL, **(model or {})},
-        seed=seed,
-        **settings,
+        images, labels, model="vit", model_parameters=parameters, seed=seed, **settings
     )
     found = solve(PatchInversion(), observation, Knowledge(), seed=0).reconstruction
-    assert found.images is not None
     return found, _psnr(found.images, images)
 
 
@@ -59,7 +54,7 @@ def _psnr(found: Tensor, images: Tensor) -> float:
 def test_one_image_is_exact(norm: str, pool: str, head: dict[str, int] | None) -> None:
     found, psnr = _attacked(1, {"norm": norm, "pool": pool, "head": head})
     assert psnr > 50
-    assert found.determined is not None and bool(found.determined)
+    assert bool(found.determined)
     assert found.labels is not None and found.labels.tolist() == [1]
     assert found.loss < 1e-10
 
@@ -75,21 +70,23 @@ def test_local_steps_on_the_image_leave_it_exact(
     )
     found, psnr = _attacked(3, training=training, defense=defense)
     assert psnr > 45
-    assert found.determined is not None and bool(found.determined)
+    assert bool(found.determined)
 
 
 def test_tokens_with_fewer_entries_than_patches_leave_the_image_open() -> None:
     found, psnr = _attacked(4, {"width": 14})
     grey = _psnr(torch.full((1, 3, 16, 16), 0.5), _image(4)[0])
     assert psnr > grey + 3
-    assert found.determined is not None and not bool(found.determined)
+    assert not bool(found.determined)
 
 
 @pytest.mark.parametrize(
     "defense",
     [
-        pytest.param({"name": "gaussian_noise", "std": 1e-6}, marks=pytest.mark.slow),
-        pytest.param({"name": "gaussian_noise", "std": 1e-4}, marks=pytest.mark.slow),
+        *(
+            pytest.param({"name": "gaussian_noise", "std": std}, marks=pytest.mark.slow)
+            for std in (1e-6, 1e-4)
+        ),
         {"name": "gaussian_noise", "std": 1e-2},
         {"name": "gradient_pruning", "ratio": 0.1},
         {"name": "gradient_pruning", "ratio": 0.5, "scope": "tensor"},
@@ -102,7 +99,6 @@ def test_no_image_is_called_determined_that_is_not(defense: dict[str, Any]) -> N
     for seed in range(3):
         for model in ({}, {"norm": "post", "width": 18}):
             found, psnr = _attacked(seed, model, defense=[defense])
-            assert found.determined is not None
             assert psnr > 40 or not bool(found.determined), (seed, model, psnr)
 
 
@@ -159,19 +155,18 @@ def test_a_models_own_patches_are_found_if_their_positions_are_trained(trained: 
             solve(PatchInversion(), seen, Knowledge(), seed=0)
         return
     found = solve(PatchInversion(), seen, Knowledge(), seed=0).reconstruction
-    assert found.images is not None
     assert _psnr(found.images, images) > 50
 
 
 def test_what_cannot_be_solved_is_refused_in_words() -> None:
     images, labels = torch.rand(2, 3, 16, 16), torch.tensor([1, 2])
-    observation, _ = make_observation(images, labels, model="vit", model_parameters=SMALL)
-    with pytest.raises(AttackFailed, match="2 images, whose signals at a position"):
-        solve(PatchInversion(), observation, Knowledge(), seed=0)
-    observation, _ = make_observation(images[:1], labels[:1], model="lenet")
-    with pytest.raises(AttackFailed, match="no layer that embeds patches"):
-        solve(PatchInversion(), observation, Knowledge(), seed=0)
-    observation, _ = make_observation(images[:1], labels[:1], model="vit", model_parameters=SMALL)
-    mixed = replace(observation, effect=Effect(mixed=True))
-    with pytest.raises(AttackFailed, match="mixes entries"):
-        solve(PatchInversion(), mixed, Knowledge(), seed=0)
+    several, _ = make_observation(images, labels, model="vit", model_parameters=SMALL)
+    other, _ = make_observation(images[:1], labels[:1], model="lenet")
+    one, _ = make_observation(images[:1], labels[:1], model="vit", model_parameters=SMALL)
+    for seen, reason in (
+        (several, "2 images, whose signals at a position"),
+        (other, "no layer that embeds patches"),
+        (replace(one, effect=Effect(mixed=True)), "mixes entries"),
+    ):
+        with pytest.raises(AttackFailed, match=reason):
+            solve(PatchInversion(), seen, Knowledge(), seed=0)
