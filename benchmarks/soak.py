@@ -29,7 +29,6 @@ from typing import Any
 import yaml
 
 from fedsim import pipeline
-from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.node import JOINED
 from fedsim.federation.network.up import RunningFederation, federation
 
@@ -195,7 +194,7 @@ def soak(
     nodes = written["data"]["clients"]
     over = threading.Event()
     with _own_temporary_folder() as temporary:
-        with federation(out, nodes, data=SCENARIO, paths=[], shared_seed=shared_seed) as there:
+        with federation(out, nodes, paths=[], shared_seed=shared_seed) as there:
             given = (there, out, faults, report, started, over)
             thread = threading.Thread(target=_follow, args=given)
             thread.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.up import federation
 from fedsim.federation.refusals import check_scenario
 from fedsim.pipeline import collect, run
@@ -56,9 +55,7 @@ def up(
     check_scenario(wanted)
     source = build_source(wanted.data.source).place
     named = [path for path in (source, wanted.data.partition.path, wanted.training.weights) if path]
-    with federation(
-        root, wanted.data.clients, data=SCENARIO, paths=named, shared_seed=shared_seed
-    ) as there:
+    with federation(root, wanted.data.clients, paths=named, shared_seed=shared_seed) as there:
         finished = run(
             scenario,
             out=out,

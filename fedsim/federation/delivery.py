@@ -182,7 +182,7 @@ class Nodes:
         if not came:
             return []
         refused = []
-        for node, reply in self._greet(came, done, _RETURN_SECONDS):
+        for node, reply in self._greet(came, done):
             if reply is None or reply.has_error():
                 self._known.discard(node)  # it is asked again
                 continue
@@ -207,15 +207,15 @@ class Nodes:
         return self._of
 
     def _answers(self, node: int, done: int) -> bool:
-        ((_, reply),) = self._greet([node], done, _RETURN_SECONDS)
+        ((_, reply),) = self._greet([node], done)
         return reply is not None and reply.has_content()
 
-    def _greet(
-        self, nodes: Sequence[int], done: int, timeout: float
-    ) -> Iterator[tuple[int, Message | None]]:
+    def _greet(self, nodes: Sequence[int], done: int) -> Iterator[tuple[int, Message | None]]:
         greeting = wire.greeting(done)
         messages = [Message(greeting, node, f"query.{wire.IDENTIFY}") for node in nodes]
-        for position, reply in exchange(self._grid, messages, timeout, expire_after=timeout):
+        for position, reply in exchange(
+            self._grid, messages, _RETURN_SECONDS, expire_after=_RETURN_SECONDS
+        ):
             yield nodes[position], reply
 
 

@@ -72,24 +72,17 @@ def is_zero(update: Tensors) -> bool:
 
 @dataclass
 class Tally:
-    """Counts what happened to the messages of one round."""
+    """Counts what happened to the messages of one round, as `records.RoundRecord` shows it."""
 
     failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
-    """Number of training answers that are left out, for each of `REASONS`."""
     details: list[str] = field(default_factory=list)
-    """Lines about failures, at most 20."""
     zero_updates: int = 0
-    """Number of aggregated updates that are zero everywhere."""
     probe_failures: int = 0
-    """Number of probes without a recording."""
     accepted: tuple[int, ...] = ()
     """Clients whose updates are aggregated, ascending."""
     train_loss: float | None = None
-    """Mean of the reported losses, weighted by examples; None if none was reported."""
     bytes_up: int = 0
-    """Bytes of the answers to training messages."""
     bytes_down: int = 0
-    """Bytes of the training messages."""
 
     @property
     def failed(self) -> int:

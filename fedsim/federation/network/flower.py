@@ -91,10 +91,6 @@ _REASON = 500
 _IN_USE = "Public key already in use"
 
 _BUNDLE = """\
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-
 [project]
 name = "fedsim-run"
 version = "1.0.0"

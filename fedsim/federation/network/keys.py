@@ -181,11 +181,6 @@ def _peers(path: Path) -> Mapping[int, bytes]:
     return found
 
 
-SECRET_BYTES = 32
-"""Size in bytes of the secret by which a SuperLink knows who may execute its tasks."""
-_SECRET = "superexec.secret"  # noqa: S105 - the name of a file
-
-
 def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> list[Path]:
     """Writes a folder of keys for each party, and returns the folders.
 
@@ -203,7 +198,8 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> l
             )
     made = make_certificates(hosts, days=days)
     root = {"ca.crt": made.pop("ca.crt")}
-    secret = {_SECRET: secrets.token_bytes(SECRET_BYTES)}
+    # By this secret a SuperLink knows who may execute its tasks.
+    secret = {"superexec.secret": secrets.token_bytes(32)}
     parties = {"superlink": {**made, **secret}, "gate": made}
     runner = dict(secret)
     signing, peers = make_signing_keys(nodes)

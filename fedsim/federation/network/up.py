@@ -24,7 +24,7 @@ from fedsim.federation.network import flower
 from fedsim.federation.network.gate import Gate, GateSettings
 from fedsim.federation.network.home import make_private
 from fedsim.federation.network.keys import KEY_NAME, PEERS_NAME, make_keys
-from fedsim.federation.network.link import Link
+from fedsim.federation.network.link import SCENARIO, Link
 from fedsim.federation.network.node import JOINED
 from fedsim.federation.network.superlink import Child, free_port, superlink
 from fedsim.system.processes import scratch
@@ -55,12 +55,12 @@ class RunningFederation:
 
 @contextmanager
 def federation(
-    out: Path, nodes: int, *, data: str, paths: list[str], shared_seed: bool
+    out: Path, nodes: int, *, paths: list[str], shared_seed: bool
 ) -> Iterator[RunningFederation]:
     """Starts a SuperLink, its gate and `nodes` nodes; ends them all with the block.
 
-    `data` is each node's `--data`, and `paths` the files that the scenario names and that nodes may
-    open. With `shared_seed` nodes draw from the scenario's seed.
+    `paths` are the files that the scenario names and that nodes may open. With `shared_seed` nodes
+    draw from the scenario's seed.
     """
     flower.check_version()
     logs = out / "network"
@@ -100,7 +100,7 @@ def federation(
             command = [
                 *(sys.executable, "-m", "fedsim", "node"),
                 *("--superlink", gate, "--root-certificates", str(own / "ca.crt")),
-                *("--key", str(own / "key"), "--client", str(client), "--data", data),
+                *("--key", str(own / "key"), "--client", str(client), "--data", SCENARIO),
                 *("--home", str(home), "--policy", str(policy)),
                 *("--signing-key", str(own / KEY_NAME), "--peers", str(own / PEERS_NAME)),
                 *(["--shared-seed"] if shared_seed else []),

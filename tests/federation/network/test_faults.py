@@ -126,7 +126,7 @@ def joined(
 @contextmanager
 def bare_federation(folder: Path, nodes: int = 0) -> Iterator[RunningFederation]:
     """SuperLink and gate; what nodes there are beside `nodes` is the test's."""
-    with federation(folder / "link", nodes, data=SCENARIO, paths=[], shared_seed=True) as there:
+    with federation(folder / "link", nodes, paths=[], shared_seed=True) as there:
         yield there
 
 

@@ -6,14 +6,11 @@ import json
 import socket
 import ssl
 import stat
-import subprocess
 import threading
 from pathlib import Path
 
 import pytest
-from flwr.cli.supernode.register import try_load_public_key
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from network_support import make_authority, node_key, write_node_key
+from network_support import make_authority
 
 from fedsim.federation.network.keys import make_keys, make_signing_keys, read_identity
 from fedsim.types import FedsimError
@@ -77,21 +74,6 @@ def test_the_authority_vouches_for_the_named_hosts(tmp_path: Path, host: str) ->
     with right, outside.wrap_socket(right, server_hostname=host) as connection:
         assert connection.version() == "TLSv1.3"
     thread.join()
-
-
-def test_flower_and_openssh_read_a_node_s_key(tmp_path: Path) -> None:
-    public = write_node_key(tmp_path / "node0")
-    key = node_key(tmp_path / "node0")
-    assert key.curve.name == "secp384r1"
-    assert try_load_public_key(public) == public_key_to_bytes(key.public_key())
-    (tmp_path / "node0").chmod(0o600)
-    try:
-        derived = subprocess.run(
-            ["ssh-keygen", "-y", "-f", str(tmp_path / "node0")], capture_output=True, check=True
-        )
-    except FileNotFoundError:
-        pytest.skip("no ssh-keygen")
-    assert derived.stdout.split()[:2] == public.read_bytes().split()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from federation_support import identities
@@ -39,7 +40,7 @@ class Sum:
 
     terms: Terms
     inputs: Mapping[int, Ring]
-    secret: Callable[[str], bytes] = fresh
+    secret: Callable[[int, str], bytes] = lambda client, purpose: fresh(purpose)
     sent: dict[int, Ring] = field(default_factory=dict)
     """Masked vectors, as the server got them."""
 
@@ -50,7 +51,7 @@ class Sum:
 
     def keys(self, gone: Collection[int] = NOBODY) -> None:
         here = [one for one in self.clients if one not in gone]
-        self.directory = {one: self.clients[one].keys(self.secret) for one in here}
+        self.directory = {one: self.clients[one].keys(partial(self.secret, one)) for one in here}
         self.server.publish(self.directory)
 
     def shares(self, gone: Collection[int] = NOBODY) -> None:

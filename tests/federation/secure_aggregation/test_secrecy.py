@@ -29,21 +29,15 @@ def _seen(inputs: dict[int, Ring], moved: Ring | None, monkeypatch: pytest.Monke
     With `moved`, the common mask of the honest clients 4 and 5 is another one by that much: it is
     as likely, and nobody but they could tell.
     """
-    streams = {f"{who}": np.random.default_rng(who) for who in range(_COUNT)}
-    sum = Sum(of(_COUNT, 5 / 7), inputs)
-    for number, client in sum.clients.items():
-        stream = streams[str(number)]
-        client.__dict__["_own"] = {
-            purpose: stream.bytes(32) for purpose in ("sealing", "masking", "seed")
-        }
-    directory = {
-        number: client.keys(lambda purpose, client=client: client._own[purpose])
-        for number, client in sum.clients.items()
-    }
-    sum.directory = directory
-    sum.server.publish(directory)
-    pair = {one: directory[one].masking for one in (4, 5)}
-    common = secrets.agree_key(sum.clients[4]._own["masking"], 5, pair, "mask", sum.terms.session)
+    streams = [np.random.default_rng(who) for who in range(_COUNT)]
+    own = [
+        {purpose: stream.bytes(32) for purpose in ("sealing", "masking", "seed")}
+        for stream in streams
+    ]
+    sum = Sum(of(_COUNT, 5 / 7), inputs, secret=lambda client, purpose: own[client][purpose])
+    sum.keys()
+    pair = {one: sum.directory[one].masking for one in (4, 5)}
+    common = secrets.agree_key(own[4]["masking"], 5, pair, "mask", sum.terms.session)
     honest_mask = secrets.add_mask
 
     def mask(vector: Ring, key: bytes, sign: int) -> None:
@@ -57,7 +51,7 @@ def _seen(inputs: dict[int, Ring], moved: Ring | None, monkeypatch: pytest.Monke
     sum.mask()
     held = {number: dict(sum.clients[number].memory.held) for number in _COLLUDING}
     keys = {
-        number: {purpose: own.hex() for purpose, own in sum.clients[number]._own.items()}
+        number: {purpose: secret.hex() for purpose, secret in own[number].items()}
         for number in _COLLUDING
     }
     sum.agree()
@@ -70,7 +64,7 @@ def _seen(inputs: dict[int, Ring], moved: Ring | None, monkeypatch: pytest.Monke
             if str(number) in mine
         ]
         assert len(shares) == len(_COLLUDING)  # one fewer than reveal a key
-        assert secrets.join_shares(shares) != sum.clients[number]._own["masking"]
+        assert secrets.join_shares(shares) != own[number]["masking"]
         for two in answers.values():
             assert two[number] not in shares  # nobody gave up a share of a survivor's key
     total = sum.server.reveal(answers)
@@ -78,7 +72,7 @@ def _seen(inputs: dict[int, Ring], moved: Ring | None, monkeypatch: pytest.Monke
         n: secrets.join_shares([a[n] for a in list(answers.values())[:5]]).hex() for n in _HONEST
     }
     view = {
-        "keys": {n: one.to_bytes()[:96].hex() for n, one in directory.items()},
+        "keys": {n: one.to_bytes()[:96].hex() for n, one in sum.directory.items()},
         "colluding": keys,
         "vectors": {n: vector.tobytes().hex() for n, vector in sum.sent.items()},
         "seeds": seeds,
@@ -129,7 +123,7 @@ def test_masked_bytes_are_uniform() -> None:
     length = 400_000
     inputs = {client: np.zeros(length, np.uint32) for client in range(5)}
     keys = np.random.default_rng(4)
-    sum = Sum(of(5), inputs, secret=lambda purpose: keys.bytes(32))
+    sum = Sum(of(5), inputs, secret=lambda *_: keys.bytes(32))
     sum.keys()
     sum.shares()
     sum.mask()
