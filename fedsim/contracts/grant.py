@@ -184,10 +184,7 @@ class MembershipCandidates:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRecords:
-    """Holds the examples of which a source attack says which client trains on each.
-
-    Each is known to be held by one of the clients that the watcher saw.
-    """
+    """Holds the examples of which a source attack says which of the seen clients holds each."""
 
     inputs: Tensor
     """(N, C, H, W) pixels on [0, 1], or (N, D) entries of rows of a table."""

@@ -117,10 +117,7 @@ class CurveMechanism(ABC):
 @final
 @dataclass(frozen=True)
 class Composed:
-    """Composes independent releases of the same data, each by a mechanism of known curve.
-
-    There is at least one part; a FedsimError is raised if units or β of parts differ.
-    """
+    """Composes independent releases of the same data; parts of other units or β are refused."""
 
     parts: tuple[CurveMechanism, ...]
 

@@ -99,10 +99,7 @@ class Computed:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Holds the global model's scores on the test split; each learner defines its own loss.
-
-    `accuracy` is a share in [0, 1]; None where no classes are predicted.
-    """
+    """Holds the global model's loss, as its learner defines it, and accuracy in [0, 1] or None."""
 
     loss: float
     accuracy: float | None

@@ -67,10 +67,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """Describes a metric for everything that computes, compares or shows its values.
-
-    `shown_as` is the form of a table's cell: the mean, the mean with its interval, or in percent.
-    """
+    """Describes a metric for everything that computes, compares or shows its values."""
 
     name: str
     """Name of its field in results.jsonl."""
@@ -88,6 +85,7 @@ class Metric:
     described: Term | None = None
     """Entry of the glossary, if it says more than `heading` and `meaning` do."""
     shown_as: Literal["mean", "interval", "percent"] = "mean"
+    """Form of a table's cell: the mean, the mean with its interval, or the mean in percent."""
     digits: int = 2
     narrow: Literal["kept", "late", "early"] = "early"
     """Order in which a table that is too wide leaves columns out: never, late, or early."""

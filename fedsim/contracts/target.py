@@ -45,11 +45,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class HeldExamples:
-    """Names all examples that a client holds. A call returns inputs (pixels or rows) and labels.
-
-    Inputs, pixels in [0, 1] or rows of a table in the order of `labels`, are made at each call, and
-    may be many.
-    """
+    """Names all examples that a client holds; a call makes inputs (pixels or rows) and labels."""
 
     read: Callable[[], tuple[Tensor, Tensor]]
     labels: Tensor

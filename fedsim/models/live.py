@@ -1,8 +1,4 @@
-"""Models that somebody has built, taken apart into body and head, for attacks in this process.
-
-They have no plugin from which they could be built again: a copy is kept, under a name of its own,
-for as long as the process lives.
-"""
+"""Models that somebody has built, taken apart into body and head; copies live with the process."""
 
 from __future__ import annotations
 

@@ -129,11 +129,7 @@ def blaming(key: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mark:
-    """Says where a value is written: the file or the override, and the line counted from 1.
-
-    `line` is None for an override and for a whole file. `origin` is empty for a scenario from no
-    file.
-    """
+    """Says where a value is written: in an override or a file, there with its line from 1."""
 
     origin: str
     line: int | None = None

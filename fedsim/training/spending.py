@@ -230,7 +230,7 @@ def as_probed(declared: LocalTraining, batch_size: int) -> LocalTraining:
 
 @dataclass(frozen=True, order=True)
 class Most:
-    """Counts what one client released: first, rounds in which its training was released once."""
+    """Counts what one client released; `trained` counts rounds of training released once."""
 
     trained: int
     repeated: int
