@@ -2,11 +2,8 @@
 
 The informed adversary of differential privacy knows every row but one and asks whether a given row
 is there, too. Both distributions of the release are then known, and no test beats their likelihood
-ratio (Neyman and Pearson, 1933): its power is what (ε, δ) bounds.
-
-A kernel regression shows how many rows it is of. There the question is whether the row that the
-adversary lacks is the given one, or any other: the rows are matched with the released ones as is
-likeliest, with the given row, or with one like the others, in the place of the missing one.
+ratio (Neyman and Pearson, 1933): its power is what (ε, δ) bounds. A kernel regression shows how
+many rows it is of: there the question is whether the missing row is the given one, or any other.
 """
 
 from __future__ import annotations
@@ -56,15 +53,7 @@ class MembershipInference(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns as the row's score the log-likelihood ratio of releases with it and without.
-
-        The score (1,) is log P(release | row) - log P(release | no such row): above 0, the release
-        was more likely computed from the row. The loss is the lesser of the two negative
-        log-likelihoods.
-
-        Raises:
-            AttackFailed: no candidate or no other rows are given, or the release cannot be read.
-        """
+        """Returns log P(release | row) - log P(release | no such row), as `membership` (1,)."""
         if knowledge.candidate is None:
             raise AttackFailed("there is no candidate to ask about")
         if observation.payload in KERNELS:

@@ -6,20 +6,15 @@ section III): B'Bx - B'b of the known rows is f (t - f'x), the features f of the
 the factor that its target t lacks to what x predicts. From a sketch the leading eigenvector of the
 sample covariance, whitened by that of the known rows, is the maximum-likelihood estimate (Tipping
 and Bishop, Probabilistic Principal Component Analysis, JRSS-B 1999), up to its sign. Both are
-starting points here, for the search of the most likely row given the release and what is public:
-ranges, classes, the bound on the norm and the distribution of the known rows. What is returned is
-the mean of that posterior distribution. Where the release tells nothing, it is the guess of someone
-who has not seen it.
+starting points here, for the search of the most likely row given the release and what is public.
+
+What is returned is the mean of that posterior distribution, which has the least squared error.
+Where a release tells little its highest point may be far from most of it. The mean is found by
+importance sampling (Owen, Monte Carlo Theory, Methods and Examples, 2013, chapter 9) from the prior
+and from normal distributions around the maxima, so that it is right where either is.
 
 A kernel regression (X̃, α̃) holds the row itself, behind noise: nothing is searched, the known rows
-are matched with the released ones, and the mean of what the one left over may be is estimated
-(`_kernel_release`).
-
-The mean of a posterior is what has the least squared error. Where a release tells little the
-posterior is wide, and its highest point may be far from most of it: the noise of a sketch has some
-direction that fits a row better than none. The mean is found by importance sampling (Owen, Monte
-Carlo Theory, Methods and Examples, 2013, chapter 9) from the prior and from normal distributions
-around the maxima, so that it is right where either is.
+are matched with the released ones, and the mean of the one left over is estimated.
 """
 
 from __future__ import annotations
@@ -77,10 +72,7 @@ class Prior:
     """Values that the target can have if it is one of two classes; else empty."""
 
     def log_density(self, rows: Tensor) -> Tensor:
-        """Computes the log density (k,) of `rows` (k, d + 1), up to a constant.
-
-        The normal distribution's density is meant: ranges are not looked at.
-        """
+        """Computes the log density (k,) of `rows` (k, d + 1) without ranges, up to a constant."""
         deviation = rows - self.mean
         return -((deviation @ self.precision) * deviation).sum(1) / 2
 
@@ -92,11 +84,7 @@ class Prior:
 
 
 def prior(spec: ReleaseSpec, knowledge: Knowledge, learned: bool) -> Prior:
-    """Builds the missing row's prior, from the other rows if `learned`, else from public facts.
-
-    `spec` has the public facts of the release. Where no rows are granted, `learned` counts as
-    False.
-    """
+    """Builds the missing row's prior, from the other rows if `learned`, else from public facts."""
     size = len(spec.names)
     low, high = -torch.ones(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
     rows = torch.zeros(0, size, dtype=torch.float64)
@@ -130,11 +118,7 @@ where it draws too narrowly."""
 
 @dataclass(frozen=True, kw_only=True)
 class RowPosterior:
-    """The posterior of the missing row, of d features and the target, before clients scale it.
-
-    Clients scale down a row whose Euclidean norm, with its target, exceeds `prior.row_norm`.
-    `likelihood` is that of the release given the scaled row, and `prior` is of the unscaled one.
-    """
+    """The posterior of the missing row, of d features and the target, before clients scale it."""
 
     likelihood: ReleaseLikelihood
     prior: Prior
@@ -157,12 +141,7 @@ class RowPosterior:
         return free
 
     def width(self, row: Tensor, places: Tensor) -> Tensor:
-        """Computes directions (k, k) of the k entries `places`, scaled to the posterior's width.
-
-        `places` (k,) int64 are indices of entries that are searched. Directions are columns. The
-        density around `row` (d + 1,) falls equally fast along each. Their lengths may differ by a
-        factor of a million.
-        """
+        """Computes directions (k, k), as columns, of entries `places`, as wide as the posterior."""
         with torch.enable_grad():
             entries = row[places].clone().requires_grad_()
             loss = self.loss(row.index_copy(0, places, entries)[None])[0]
@@ -176,17 +155,7 @@ class RowPosterior:
         return width
 
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
-        """Estimates the posterior mean (d + 1,) of the row, scaled as clients scale rows.
-
-        Args:
-            maxima: rows (d + 1,) of high density, not yet scaled, the likeliest first.
-            samples: number of draws from the prior, and of draws around the first maximum; of each
-                class, if there are classes.
-            rng: source of the draws.
-
-        Returns:
-            The mean; the first of `maxima`, scaled, if no draw is within the ranges.
-        """
+        """Estimates the mean (d + 1,), scaled, from `samples` draws of each part and class."""
         places = self.free.nonzero().flatten()
         parts: list[_Part] = []
         for target in self.prior.targets or (None,):
@@ -290,13 +259,7 @@ class RowReconstruction(Attack[RowSearch]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> RowSearch:
-        """Computes estimates in closed form, and chooses the likeliest of them as starts.
-
-        Of a kernel regression there are no starts: nothing is searched.
-
-        Raises:
-            AttackFailed: the other rows are not granted, or the release cannot be read.
-        """
+        """Chooses the likeliest of closed-form estimates as starts; of a kernel regression none."""
         if observation.payload in KERNELS:
             return self._match(observation, knowledge, rng)
         known = release_likelihood(observation, knowledge)
@@ -329,12 +292,7 @@ class RowReconstruction(Attack[RowSearch]):
         return state.iteration >= len(state.starts)
 
     def postprocess(self, state: RowSearch) -> Reconstruction:
-        """Returns the estimated row, scaled to the norm's bound.
-
-        It is the answer's `rows`, of one row, cut to [-1, 1]. The loss is the least negative log
-        density of the posterior that any search found. Of a kernel regression it is the negative
-        log-likelihood of the match of the rows.
-        """
+        """Returns the estimated row, scaled to the norm's bound and cut to [-1, 1], as `rows`."""
         posterior, maxima = state.posterior, [row for _, row in state.candidates]
         row = posterior.scale_rows(maxima[0][None])
         if self.samples:
@@ -365,10 +323,8 @@ class RowReconstruction(Attack[RowSearch]):
         )
 
     def _search(self, posterior: RowPosterior, start: Tensor) -> Tensor:
-        """Searches the nearest maximum of the posterior within the ranges, at the start's class.
-
-        Entries that leave their range are set to its end, and the others searched again.
-        """
+        """Searches the nearest maximum of the posterior within the ranges, at the start's class."""
+        # Entries that leave their range are set to its end, and the others searched again.
         row, free = start, posterior.free
         while bool(free.any()):
             maximum = self._maximize(posterior, row, free.nonzero().flatten())

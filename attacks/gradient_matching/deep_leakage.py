@@ -1,8 +1,6 @@
-"""Deep Leakage from Gradients.
+"""Deep Leakage from Gradients, and what iDLG shares: L-BFGS on the squared distance of updates.
 
 Zhu, Liu and Han, "Deep Leakage from Gradients", NeurIPS 2019, Algorithm 1.
-
-What DLG and iDLG share: L-BFGS on the squared distance of the updates.
 """
 
 from __future__ import annotations
@@ -59,10 +57,7 @@ class GradientDistance(IterativeAttack[Descent]):
         """Returns labels (N,) int64, or None if soft labels are to be optimized with the images."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
-        """Draws images from N(0, `initial_std`²).
-
-        Where `labels` returns None, logits of soft labels are drawn from N(0, 1), too.
-        """
+        """Draws images from N(0, `initial_std`²), and logits from N(0, 1) without `labels`."""
         matching = Matching(observation, tensors=self.tensors)
         candidate = matching.random_candidate(
             self.labels(observation, knowledge), rng, self.initial_std
@@ -81,10 +76,7 @@ class GradientDistance(IterativeAttack[Descent]):
         return Descent(loss=loss, matching=matching, candidate=candidate, optimizer=optimizer)
 
     def objective(self, state: Descent) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Computes what is minimized (0-d), and its gradient in each of the candidate's variables.
-
-        It is the squared distance of the updates.
-        """
+        """Computes the updates' squared distance (0-d), and its slope in each variable."""
         return state.matching.differentiate(state.candidate, squared_distance)
 
     def step(self, state: Descent) -> Descent:

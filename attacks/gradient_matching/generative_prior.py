@@ -57,10 +57,7 @@ class Generator(nn.Module):
     """Draws pixels (N, C, H, W) in (0, 1) from codes (N, latent), whose lengths do not count."""
 
     def __init__(self, shape: tuple[int, ...], latent: int, width: int) -> None:
-        """Makes layers of `width` channels, a multiple of 8, for images of `shape` (C, H, W).
-
-        Weights are drawn from torch's global stream.
-        """
+        """Draws layers of `width` channels, a multiple of 8, from torch's global stream."""
         super().__init__()
         self.shape, self.latent, self.width = shape, latent, width
         channels, height, columns = shape
@@ -84,10 +81,7 @@ class Generator(nn.Module):
 
 
 def over_parameterized(count: int, shape: tuple[int, ...]) -> Generator:
-    """Makes a generator with more than four weights for each pixel of `count` images.
-
-    `shape` is (C, H, W). The weights are drawn from torch's global stream.
-    """
+    """Draws a generator, from torch's global stream, of more than four weights a pixel."""
     width = _LEAST_WIDTH
     while True:
         generator = Generator(shape, LATENT, width)
@@ -113,14 +107,13 @@ def fit_generator(
     seed: int,
     report: Callable[[int, Tensor], None] = lambda iteration, loss: None,
 ) -> Generator:
-    """Fits a generator of `width` channels to `images`, pixels (M, C, H, W) in [0, 1].
+    """Fits a generator to `images`, pixels (M, C, H, W) in [0, 1], with a code for each.
 
-    A code for each image is learned with the weights (Bojanowski, Joulin, Lopez-Paz and Szlam,
-    Optimizing the Latent Space of Generative Networks, ICML 2018, with the squared error): no
-    adversary, hence stable on few images too. `iterations` are steps of Adam, each on a batch that
-    is drawn, and `seed` decides all draws. `report` gets the number of each iteration, from 1, and
-    the mean squared error of its batch (0-d). Same arguments, same weights.
+    `iterations` are steps of Adam, each on a batch that is drawn, and `seed` decides all draws.
+    `report` gets the number of each iteration, from 1, and its batch's mean squared error (0-d).
     """
+    # Bojanowski et al., Optimizing the Latent Space of Generative Networks, ICML 2018, with the
+    # squared error: no adversary, hence stable on few images too.
     stream = streams.generator(seed, "codes")
     codes = torch.randn(len(images), LATENT, generator=stream).to(images.device).requires_grad_()
     with streams.global_stream(streams.derive(seed, "generator")):
@@ -157,10 +150,7 @@ class _Header(BaseModel):
 
 
 def pack_generator(generator: Generator, public: str) -> bytes:
-    """Packs `generator` into the bytes of a safetensors file.
-
-    The file names `public`, the public data that the generator was trained on.
-    """
+    """Packs `generator` into a safetensors file that names `public`, its training data."""
     header = _Header(
         shape=generator.shape, latent=generator.latent, width=generator.width, public=public
     )
@@ -169,9 +159,7 @@ def pack_generator(generator: Generator, public: str) -> bytes:
 
 
 def read_generator(path: Path, shape: tuple[int, ...], public: str) -> Generator:
-    """Reads the generator in the file `path`, which has to draw images of `shape` (C, H, W).
-
-    It must have been trained on the public data named `public`.
+    """Reads a generator of images of `shape` (C, H, W) that was trained on `public`.
 
     Raises:
         FedsimError: the file is missing or damaged, holds no generator, or one of another shape or
@@ -309,8 +297,6 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         """Draws random codes; reads the generator from its file, or draws its weights.
 
         Raises:
-            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head; or
-                the public images have not the shape of the victim's.
             FedsimError: `weights` cannot be read, draws images of another shape, or was trained on
                 other data than `public` says.
         """

@@ -135,10 +135,7 @@ class GradInversion(IterativeAttack[Group]):
         return state
 
     def postprocess(self, state: Group) -> Reconstruction:
-        """Returns the images of the seed with the least loss, and labels.
-
-        The registered mean of all seeds is returned instead if its loss is less.
-        """
+        """Returns the images of the seed, or of the seeds' registered mean, with the least loss."""
         # The registered mean may be better than any seed, and is judged by the same loss.
         answers = torch.cat([state.images, consensus(state.images, self.reach)[None]])
         losses = torch.stack([self._fidelity(state, answer)[0] for answer in answers])
@@ -172,30 +169,19 @@ class GradInversion(IterativeAttack[Group]):
 
 
 def consensus(images: Tensor, reach: int) -> Tensor:
-    """Averages `images` (S, N, C, H, W) over S seeds, after registration to their mean.
-
-    Returns (N, C, H, W), equation 12 of the paper. An image is shifted by at most `reach` pixels in
-    each direction.
-    """
+    """Averages `images` (S, N, C, H, W) over S seeds, registered to their mean (equation 12)."""
     target = images.mean(0).expand_as(images).flatten(0, 1)
     return register(images.flatten(0, 1), target, reach).view_as(images).mean(0)
 
 
 def consensus_slope(images: Tensor, mean: Tensor) -> Tensor:
-    """Computes the gradient of Σ_s rms(x_s - `mean`) in the images x_s (equation 11).
-
-    `images` and the result are (S, N, C, H, W); `mean` is (N, C, H, W).
-    """
+    """Computes the gradient of Σ_s rms(x_s - `mean`) in `images` x_s (equation 11)."""
     deviation = images - mean
     return torch.stack([each / (_root_mean_square(each) * each.numel()) for each in deviation])
 
 
 def register(images: Tensor, target: Tensor, reach: int) -> Tensor:
-    """Shifts each of `images` (N, C, H, W) to where it is closest to its `target` (N, C, H, W).
-
-    All whole shifts of up to `reach` pixels down and across are tried, and that of least squared
-    distance is taken. Pixels that a shift uncovers repeat the border. `images` stay as they are.
-    """
+    """Shifts each of `images` (N, C, H, W) by up to `reach` pixels, nearest to its `target`."""
     height, width = images.shape[2:]
     padded = F.pad(images, (reach,) * 4, mode="replicate") if reach else images
     best, least = images, (images - target).square().sum((1, 2, 3))

@@ -56,11 +56,7 @@ class IDLG(GradientDistance):
         return granted_labels(observation, knowledge)
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
-        """Draws images from N(0, `initial_std`²), as a tiling if `pattern` is given.
-
-        Raises:
-            AttackFailed: `pattern` is given, and the inputs are rows of a table.
-        """
+        """Draws images from N(0, `initial_std`²), as a tiling if `pattern` is given."""
         descent = super().init(observation, knowledge, rng)
         images, labels = descent.candidate.images, descent.candidate.labels
         assert labels is not None
@@ -83,11 +79,7 @@ class IDLG(GradientDistance):
 def label_misfit(
     observation: Observation, labels: Tensor
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Makes a function from normalized images (N, C, H, W) to their misfit (0-d) and its gradient.
-
-    The misfit is the mean over images of |p - y|², where p are the probabilities that the observed
-    model predicts, and y is the one-hot label (N,) of the image.
-    """
+    """Makes a function from normalized images to their mean |p - y|² (0-d) and its gradient."""
     model = rebuild(observation).train(observation.training.mode == "train")
 
     def misfit(images: Tensor) -> tuple[Tensor, Tensor]:

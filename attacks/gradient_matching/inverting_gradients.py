@@ -3,10 +3,7 @@
 Geiping, Bauermeister, Dröge and Moeller, "Inverting Gradients - How easy is it to break privacy in
 federated learning?", NeurIPS 2020, equation (4) and section 6; step size and decay as in their
 code. Options from what the same authors recommend in their suite breaching 0.1.2, configuration
-`modern` (github.com/JonasGeiping/breaching): soft signs, patterned starts, variation of color
-differences, a cosine in place of steps. Distances of others: Wang et al., SAPAG: A Self-Adaptive
-Privacy Attack From Gradients, 2020; Balunović et al., Bayesian Framework for Gradient Leakage, ICLR
-2022.
+`modern` (github.com/JonasGeiping/breaching).
 """
 
 from __future__ import annotations
@@ -114,13 +111,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Inversion:
-        """Draws random images; labels are known, inferred or soft.
-
-        Raises:
-            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head; or
-                the inputs are rows of a table, which have no pattern and no contrast; or `distance`
-                is `likelihood`, and no noise of known variance is announced.
-        """
+        """Draws random images; labels are known, inferred or soft."""
         if observation.model.columns and (self.pattern or self.stretched):
             raise AttackFailed("rows of a table are no pictures: drop pattern and stretched")
         matching = Matching(
@@ -169,11 +160,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
         return state
 
     def postprocess(self, state: Inversion) -> Reconstruction:
-        """Returns the images of the iteration with the least loss, `stretched` if asked for.
-
-        Labels come with them. Rows of a table are `records` of the answer's `more`, in place of
-        images.
-        """
+        """Returns images, or rows as `records`, of the least loss, and labels."""
         images, labels = state.matching.undo_changes(
             state.best_images, state.best_labels, state.rng
         )
@@ -208,11 +195,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
 
 
 def soft_sign(slope: Tensor, softness: float) -> Tensor:
-    """Computes tanh(`softness` g) / `softness` of each entry g of `slope`.
-
-    The result is nearly g for small g, and at most 1 / `softness` in magnitude. `softness` is
-    positive.
-    """
+    """Computes tanh(`softness` g) / `softness` of entries g of `slope`: at most 1 / `softness`."""
     return (softness * slope).tanh_().div_(softness)
 
 
@@ -230,17 +213,7 @@ def regularized(
     weight: float,
     variation: Variation = total_variation,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Computes distance + `weight` times the variation (0-d), and its gradients in the variables.
-
-    Of rows of a table it is the distance alone.
-
-    Args:
-        matching: the observed update.
-        candidate: images and labels whose update is compared with the observed one.
-        distance: function that compares the two updates.
-        weight: factor of the variation.
-        variation: function from images to their variation and its gradient.
-    """
+    """Computes distance + `weight` variation (0-d), and its slopes; of rows the distance alone."""
     value, (slope, *rest) = matching.differentiate(candidate, distance)
     if candidate.images.ndim != 4:  # entries of a row that are neighbours are not alike
         return value, (slope, *rest)

@@ -1,8 +1,7 @@
 """The control that never sees the gradient: what is drawn when nothing but a prior asks for it.
 
 Pictures of an attack are worth no more than what they gain over these. The control is to have the
-prior of the attack that it controls: what draws the images, which total variation of which weight,
-and whether the images are stretched in the end.
+prior of the attack that it controls.
 """
 
 from __future__ import annotations

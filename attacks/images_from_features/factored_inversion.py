@@ -2,18 +2,16 @@
 
 Where features can be recovered (`_heads` chooses how), labels, features and error signals of every
 image are known, and what is left is `_body_gradient`: a least-squares problem in the images alone,
-each of them with features of its own to reproduce. It is descended with the slopes of ReLU and max
-pooling smoothed (`smooth`), without which every linear piece of the network has a local
-minimum of its own, and over images of several resolutions (`Pyramid`).
+descended with the slopes of ReLU and max pooling smoothed (`_smooth_slopes`), without which every
+linear piece of the network has a local minimum, and over images of several resolutions (`Pyramid`).
 
-What else an update asks for comes before or in place of that, in phases. Which phases there are
-depends on what a client's update tells. Of exact features and one gradient of a shallow body, one:
-behind a planted head the body's share of the update is compared, behind an ordinary classifier the
-directions of all its tensors. A deep body is peeled first (`StagePeeling`), its images are then
-descended through the first stage alone, and in the end together with all that was peeled
-(`Relaxation`); behind much noise that is done from the beginning. Where features may be wrong,
-images lead to them first (`refit_features`), in two goes if need be. Several local steps are taken
-for one gradient, and in the end, if the body is not deep, unrolled.
+What else an update asks for comes before or in place of that, in phases. Of exact features and one
+gradient of a shallow body there is one: behind a planted head the body's share of the update is
+compared, behind an ordinary classifier the directions of all its tensors. A deep body is peeled
+first (`StagePeeling`), its images are then descended through the first stage alone, and in the end
+together with all that was peeled (`Relaxation`); behind much noise that is done from the beginning.
+Where features may be wrong, images lead to them first (`refit_features`), in two goes if need be.
+Several local steps are taken for one gradient, and in the end, if the body is not deep, unrolled.
 """
 
 from __future__ import annotations
@@ -151,10 +149,7 @@ PhaseMaker = Callable[[Tensor], Phase]
 
 @final
 class Phases:
-    """The phases of one observation's descent, each made when the one before is over.
-
-    `present` is the one that goes on.
-    """
+    """The phases of one observation's descent, each made when the one before is over."""
 
     def __init__(
         self,
@@ -164,15 +159,7 @@ class Phases:
         settings: FactoredInversion,
         prior: ImagePrior | None = None,
     ) -> None:
-        """Plans the first phase.
-
-        Args:
-            observation: what the server saw.
-            recovered: features (N, d), rightly or not; None if the head does not tell any.
-            seed: seed of random starts.
-            settings: the attack, with the parameters that a user chose.
-            prior: prior from public images; None without any.
-        """
+        """Plans the first phase, of `recovered` features (N, d), right or wrong, or of none."""
         self._observation, self._recovered, self._settings = observation, recovered, settings
         self._several = observation.training.steps > 1 or observation.num_clients > 1
         self._as_one = as_one_gradient(observation) if self._several else observation
@@ -207,10 +194,7 @@ class Phases:
         return len(self._staged.stages)
 
     def over(self, iteration: int) -> bool:
-        """Says whether the present phase ends at `iteration` and another one follows.
-
-        Iterations count from 0 over all phases, here and in `done`.
-        """
+        """Says whether the present phase ends at `iteration`, counted over all phases."""
         return bool(self._plans) and iteration - self._begun >= self.present.iterations
 
     def follow(self, images: Tensor) -> None:
@@ -221,10 +205,7 @@ class Phases:
             self.distribution = self._distribution()
 
     def done(self, iteration: int) -> float:
-        """Computes the share, in [0, 1], of the present phase that is over at `iteration`.
-
-        `iteration` counts over all phases, not from the beginning of this one.
-        """
+        """Computes the share, in [0, 1], of the present phase that is over at `iteration`."""
         return (iteration - self._begun) / self.present.iterations
 
     def _distribution(self) -> ImageDistribution | None:
@@ -293,11 +274,8 @@ class Phases:
         return Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
 
     def _plan_direction(self, features: Tensor, known: Signals, iterations: int) -> Phase:
-        """Makes the phase that compares the direction of each tensor, classifier and all.
-
-        It asks nothing of the update's length, which far candidates meet best by making it small.
-        The classifier's share is compared as well; a planted head's would outweigh all else.
-        """
+        """Makes the phase that compares the direction of each tensor, classifier and all."""
+        # Nothing is asked of the update's length, which far candidates meet by making it small.
         settings = self._settings
         weight = _DIRECTION_FEATURES * settings.feature_weight
         misfit = WholeGradient(
@@ -347,10 +325,7 @@ class Phases:
         )
 
     def _plan_first_stage(self, known: Signals, iterations: int, images: Tensor) -> Phase:
-        """Makes the phase from the second stage's inputs to images; all stages follow.
-
-        Where those inputs are lost, it makes that of all stages, from random images' maps.
-        """
+        """Makes the phase from the second stage's inputs, if they are known, to images."""
         peeled, settings = self.present, self._settings
         assert isinstance(peeled.misfit, StagePeeling)
         remaining = iterations - peeled.iterations
@@ -475,10 +450,7 @@ class FactoredInversionState(AttackState):
         return self.contrast_factors(self.best) * self.best
 
     def contrast_factors(self, images: Tensor) -> Tensor:
-        """Computes factors (N, 1, 1, 1) that give `images` the contrast of the present phase.
-
-        The factors are 1 if the phase asks for no contrast.
-        """
+        """Computes factors (N, 1, 1, 1) that give `images` the present phase's contrast, or 1."""
         contrast = self.phase.contrast
         if contrast is None:
             return images.new_ones(len(images), 1, 1, 1)
@@ -519,15 +491,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> FactoredInversionState:
-        """Recovers features, and starts at random images.
-
-        Where nothing tells features (`classifier_fit` and `extreme_rays` say why), the whole update
-        is compared.
-
-        Raises:
-            AttackFailed: the model's head has no linear layer, or nothing is left of a two-layer
-                head's gradient.
-        """
+        """Recovers features, or compares the whole update without any; draws random images."""
         seed = int(torch.randint(2**31, (), generator=rng))
         public = knowledge.public_images if self.public else None
         # What images look like has to count for more the more noise there is.
@@ -558,10 +522,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
         )
 
     def step(self, state: FactoredInversionState) -> FactoredInversionState:
-        """Takes a step of Adam, projected onto valid pixels.
-
-        In a phase that peels stages it takes steps in their inputs instead, and images stay.
-        """
+        """Takes a step of Adam, projected onto valid pixels, or one that peels stages."""
         while state.phases.over(state.iteration):
             state.best = state.shown
             state.phases.follow(state.best)
@@ -596,10 +557,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
         return state
 
     def postprocess(self, state: FactoredInversionState) -> Reconstruction:
-        """Returns the images of the iteration with the least loss, with their labels and features.
-
-        Only features as the head told them keep their certificates; refitted ones have none.
-        """
+        """Returns the images of least loss; features that were not refitted keep certificates."""
         told, phase = state.recovered, state.phase
         if told is None or phase.features is None or told.features is not phase.features:
             told = Reconstruction(loss=0.0, iterations=0)
@@ -621,11 +579,9 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
 
 
 def _is_altered_direction(observation: Observation) -> bool:
-    """Whether defenses altered entries of an update whose direction still tells all that is used.
-
-    Through a shallow body behind an ordinary classifier, directions of tensors are compared. Zeros,
-    cuts, rounding and weak noise hardly turn those, and features that allow for them say less.
-    """
+    """Whether a defense altered entries, and the direction still tells all that is used."""
+    # Where directions of tensors are compared, zeros, cuts, rounding and weak noise hardly turn those,
+    # and features that allow for them say less.
     effect = observation.effect
     one = observation.training.steps == 1 and observation.num_clients == 1
     if effect.exact or not effect.known or not one:

@@ -166,10 +166,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         return resolved(source)
 
     def required(self) -> Grant:
-        """Returns the grant that the attack that recovers features needs.
-
-        Where `features_from` names none (`suited`, `none`), it is this attack's own, `needs`.
-        """
+        """Returns the grant that the attack needs that recovers features; without one, its own."""
         source = source_attack(self.features_from)
         return self.needs if source is None else source.required()
 
@@ -182,12 +179,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> FeatureInversionState:
-        """Recovers features; draws random pixels, or a U-Net of random weights.
-
-        Raises:
-            AttackFailed: features are wanted and cannot be recovered, or the update holds nothing
-                of the body.
-        """
+        """Recovers features; draws random pixels, or a U-Net of random weights."""
         # Recovery gets a seed, so that what it draws does not change where drawing starts.
         seed = int(torch.randint(2**31, (), generator=rng))
         told = self._recover(observation, knowledge, seed)
@@ -262,10 +254,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         return state
 
     def postprocess(self, state: FeatureInversionState) -> Reconstruction:
-        """Returns the images of the iteration with the least loss, with labels and features.
-
-        Labels and features are those that were known before any image was drawn.
-        """
+        """Returns the images of least loss, with the labels and features known before."""
         recovered = state.told.recovered
         return Reconstruction(
             images=state.matching.pixels(state.best),
@@ -345,13 +334,10 @@ def _granted(observation: Observation, knowledge: Knowledge) -> Tensor:
 
 
 def _ordered(labels: Tensor, head: HeadGradient, features: Tensor) -> Tensor:
-    """Orders a batch's `labels` (N,) as the features (N, d) whose error signals they suit best.
-
-    In the class of its label an image's error signal is negative; where features are doubtful, it
-    is not so of each of them.
-    """
+    """Orders a batch's `labels` (N,) as the features (N, d) whose error signals they suit best."""
     from scipy.optimize import linear_sum_assignment  # which takes half a second
 
+    # In its label's class an image's error signal is negative; of doubtful features not always.
     errors = F.normalize(Objective(head)(features.cpu()).errors, dim=0)
     # The assignment of least total error signal: p - y is negative at the label alone.
     _, place = linear_sum_assignment(errors[labels.cpu()].T.numpy())

@@ -197,9 +197,8 @@ which the right one is the larger part."""
 class FeatureRegression(DirectAttack):
     """Recovers features, and guesses their images by a regression on public ones.
 
-    The guess is that of least squared error among those linear in the features. It is blurred, but
-    has the right colors in the right places. Where the head's gradient leaves features in doubt, it
-    is the mean of the public images. Nothing is optimized.
+    The guess is that of least squared error among those linear in the features. Where the head's
+    gradient leaves features in doubt, it is the mean of the public images. Nothing is optimized.
     """
 
     paper: ClassVar[str] = (
@@ -212,12 +211,7 @@ class FeatureRegression(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns images, labels and features; the loss is that of the features.
-
-        Raises:
-            AttackFailed: no gradient of the model tells features, or the public images do not fit
-                the model.
-        """
+        """Returns images, labels and features; the loss is that of the features."""
         assert knowledge.public_images is not None
         prior = ImagePrior(observation, knowledge.public_images)
         seed = int(torch.randint(2**31, (), generator=rng))

@@ -49,15 +49,7 @@ class FedMIA(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the mean statistic of each candidate. The loss is 0: nothing is fitted.
-
-        It is the answer's `membership` (N,), in the order of the candidates. The mean is over all
-        rounds that show the attacked client and two others.
-
-        Raises:
-            AttackFailed: there are no candidates, a sum of clients was seen, or no round shows two
-                other clients' updates.
-        """
+        """Returns the mean statistic over rounds that show two others, as `membership` (N,)."""
         candidates = require_candidates(knowledge)
         if observation.vantage in ("aggregate", "client"):
             raise AttackFailed(

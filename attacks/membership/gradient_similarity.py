@@ -32,13 +32,7 @@ class GradientSimilarity(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns each candidate's mean similarity over rounds. The loss is 0: nothing is fitted.
-
-        It is the answer's `membership` (N,), in the order of the candidates.
-
-        Raises:
-            AttackFailed: there are no candidates.
-        """
+        """Returns each candidate's mean similarity over rounds, as `membership` (N,)."""
         candidates = require_candidates(knowledge)
         each = []
         for seen in candidates.of_victim(observation):

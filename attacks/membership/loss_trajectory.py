@@ -34,13 +34,7 @@ class LossTrajectory(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the score of each candidate. The loss is 0: nothing is fitted.
-
-        Scores are the answer's `membership` (N,), in the order of the candidates.
-
-        Raises:
-            AttackFailed: there are no candidates.
-        """
+        """Returns the score of each candidate, as `membership` (N,)."""
         candidates = require_candidates(knowledge)
         asked = candidates.inputs, candidates.labels
         seen = candidates.of_victim(observation)

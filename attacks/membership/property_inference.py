@@ -2,11 +2,8 @@
 
 Shadow clients start at the observed weights and train on public examples, each with shares of its
 own. A ridge regression of the shares on their updates is then applied to the observed one. Where a
-sum was observed, shadows are sums, and shares are those of all their clients.
-
-Sums of several rounds also tell the shares of each client, if the clients that take part change. A
-sum's shares are the mean of its clients', so that a second regression, on who took part, takes them
-apart (PROLIN).
+sum was observed, shadows are sums, and shares are those of all their clients: a second regression,
+on who took part in each of several rounds, takes them apart (PROLIN).
 """
 
 from __future__ import annotations
@@ -67,17 +64,11 @@ class PropertyInference(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the shares; the loss is the mean error of shares on shadows that are left out.
+        """Returns the shares; the loss is their mean error on shadows that are left out.
 
-        The shares (K,) of the K classes are non-negative, sum to 1, and are `class_shares` of the
-        answer's `more`. With `of: clients` there are (n, K) `client_class_shares`, with a row for
-        each of the n clients of the last update, by ascending number. With `columns` there are
-        (n, D) `client_column_shares` in [0, 1], with -1 for entries that are not asked for.
-
-        Raises:
-            AttackFailed: public examples are without classes, a column is not there, or sums do not
-                tell clients apart.
-            FedsimError: the clients' network cannot be trained at once.
+        `class_shares` (K,) of the answer's `more` sum to 1. With `of: clients` there are (n, K)
+        `client_class_shares`, a row for each client of the last update, by ascending number. With
+        `columns` there are (n, D) `client_column_shares` in [0, 1], with -1 where nobody asks.
         """
         images, labels = knowledge.public_images, knowledge.public_labels
         if images is None or labels is None:

@@ -59,15 +59,7 @@ class ShadowLikelihood(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the sum over rounds of each candidate's log-likelihood ratio.
-
-        It is the answer's `membership` (N,), in the order of the candidates. The loss is 0:
-        nothing is fitted to the observation.
-
-        Raises:
-            AttackFailed: there are no candidates, or shadows hold too few examples for a batch.
-            FedsimError: the clients' network cannot be trained at once.
-        """
+        """Returns the sum over rounds of each log-likelihood ratio, as `membership` (N,)."""
         candidates = require_candidates(knowledge)
         pool = _ShadowPool(candidates, knowledge, self.held)
         half = self.shadows // 2

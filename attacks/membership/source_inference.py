@@ -1,11 +1,9 @@
 """Source: which client holds a record that one of them is known to hold.
 
-Each update, or sum of updates, is evidence on whether the record is part of it
-(`fit_presence`). Before it was seen, each of K clients is as likely the source, so that a sum of n
-of them has the record with chance n / K. A client's log-likelihood is the evidence of all that it
-took part in, up to a term that is the same for all clients: where it took part the record was
-present if it is the source, and elsewhere absent. So sums tell sources if not always the same
-clients take part.
+Each update, or sum of updates, is evidence on whether the record is part of it (`fit_presence`).
+Before it was seen, each of K clients is as likely the source, so that a sum of n of them has the
+record with chance n / K. A client's log-likelihood is the evidence of all that it took part in, up
+to a constant. So sums tell sources if not always the same clients take part.
 """
 
 from __future__ import annotations
@@ -47,14 +45,7 @@ class SourceInference(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns scores (N, K), with clients in ascending order of their numbers.
-
-        They are `source` of the answer's `more`, with records in the order of `Knowledge.records`.
-        The loss is 0: scores are compared with each other alone.
-
-        Raises:
-            AttackFailed: no records are asked about, or what was seen cannot tell clients apart.
-        """
+        """Returns scores (N, K) of records and ascending clients, as `source` of `more`."""
         records = knowledge.records
         if records is None or not len(records.labels):
             raise AttackFailed(

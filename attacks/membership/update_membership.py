@@ -38,16 +38,7 @@ class UpdateMembership(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the sum over rounds of each candidate's score, scaled to about unit spread.
-
-        It is the answer's `membership` (N,), in the order of the candidates. Sums count by the
-        share of the clients asked about that are part of them.
-
-        The loss is the mean negative log-likelihood of an entry of the updates.
-
-        Raises:
-            AttackFailed: there are no candidates, or all of their gradients are 0.
-        """
+        """Returns the sum over rounds of each score, of about unit spread, as `membership` (N,)."""
         candidates = require_candidates(knowledge)
         inputs, labels = append_public(candidates.inputs, candidates.labels, knowledge, self.public)
         total = torch.zeros(len(candidates.labels), dtype=torch.float64)
