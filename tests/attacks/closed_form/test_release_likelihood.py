@@ -1,13 +1,10 @@
 """The laws of closed-form releases: against SciPy, against draws, and their limits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 from scipy import stats
-from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
@@ -15,8 +12,8 @@ from fedsim.learners.closed_form import sketch
 from fedsim.learners.least_squares import solve
 from fedsim.privacy.numerics import gaussian
 from fedsim.testing import make_release
-from fedsim.types import UNKNOWN, Observation
-from fedsim_attacks.closed_form._release_likelihood import ReleaseLikelihood, release_likelihood
+from fedsim.types import UNKNOWN
+from fedsim_attacks.closed_form._release_likelihood import release_likelihood
 
 ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).clamp(
     -1, 1
@@ -26,13 +23,7 @@ ROW = torch.tensor([[0.9, -0.4, 0.3, -0.8]], dtype=torch.float64)
 WORLDS = torch.cat([torch.zeros_like(ROW), ROW])
 
 
-def observed(
-    learner: str = "sketch",
-    *,
-    clients: int = 1,
-    defense: tuple[dict[str, object], ...] = (),
-    **parameters: object,
-) -> tuple[Observation, Knowledge]:
+def observed(learner="sketch", *, clients=1, defense=(), **parameters):
     """A release of `ROWS`, to someone who knows all of them."""
     members = [*defense, *([{"name": "aggregate"}] if clients > 1 else [])]
     observation, _ = make_release(
@@ -49,29 +40,29 @@ def observed(
     )
 
 
-def gram(sigma: float = 0.0, row: bool = False, rows: Tensor = ROWS) -> Tensor:
+def gram(sigma=0.0, row=False, rows=ROWS):
     every = torch.cat([rows, ROW]) if row else rows
     return every.T @ every + sigma**2 * torch.eye(4, dtype=torch.float64)
 
 
-def ratio(found: ReleaseLikelihood) -> float:
+def ratio(found):
     absent, present = found.log_likelihood(WORLDS).tolist()
     return float(present - absent)
 
 
-def moments(whole: Tensor) -> tuple[Tensor, Tensor, float]:
+def moments(whole):
     """(x̂, A, e²)."""
     features, target = whole[:-1, :-1], whole[:-1, -1]
     best = torch.linalg.solve(features, target)
     return best, features, float(whole[-1, -1] - target @ best)
 
 
-def normal(mean: Tensor, covariance: Tensor, at: Tensor) -> float:
+def normal(mean, covariance, at):
     return float(stats.multivariate_normal(mean.numpy(), covariance.numpy()).logpdf(at.numpy()))
 
 
 @pytest.mark.parametrize("sigma", [0.0, 1.5])
-def test_a_sketch_has_independent_normal_columns(sigma: float) -> None:
+def test_a_sketch_has_independent_normal_columns(sigma):
     observation, knowledge = observed(columns=7)
     observation = replace(observation, spec=replace(observation.release, sigma=sigma))
     columns = observation.update["release"].T
@@ -83,7 +74,7 @@ def test_a_sketch_has_independent_normal_columns(sigma: float) -> None:
     assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_sum_of_sketches_is_the_sketch_of_the_union() -> None:
+def test_the_sum_of_sketches_is_the_sketch_of_the_union():
     observation, knowledge = observed(columns=7, clients=3)
     expected = sum(
         normal(torch.zeros(4), gram(row=True), column) - normal(torch.zeros(4), gram(), column)
@@ -92,12 +83,12 @@ def test_the_sum_of_sketches_is_the_sketch_of_the_union() -> None:
     assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_coefficients_of_a_sketch_follow_a_multivariate_t() -> None:
+def test_coefficients_of_a_sketch_follow_a_multivariate_t():
     """Not only the limit: at r = 9 and d = 3, by SciPy's density."""
     observation, knowledge = observed("least_squares", method="als", columns=9)
     seen, freedom = observation.update["release"], 9 - 3 + 1
 
-    def density(row: bool) -> float:
+    def density(row):
         best, features, residual = moments(gram(row=row))
         shape = residual * torch.linalg.inv(features) / freedom
         return float(
@@ -108,7 +99,7 @@ def test_coefficients_of_a_sketch_follow_a_multivariate_t() -> None:
     assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_draws_have_that_law() -> None:
+def test_draws_have_that_law():
     """4000 regressions on sketches: (x - x̂)'A(x - x̂) ν / (d e²) is F(d, ν), by Kolmogorov-Smirnov.
 
     The normal law of the same spread, which holds for many columns, is told from it.
@@ -122,11 +113,11 @@ def test_draws_have_that_law() -> None:
     assert stats.kstest((distance * 9).numpy(), stats.chi2(3).cdf).pvalue < 1e-6
 
 
-def test_the_normal_limit() -> None:
+def test_the_normal_limit():
     observation, knowledge = observed("least_squares", method="ls", columns=9)
     seen = observation.update["release"]
 
-    def density(row: bool) -> float:
+    def density(row):
         best, features, residual = moments(gram(row=row))
         return normal(best, residual * torch.linalg.inv(features) / 9, seen)
 
@@ -134,7 +125,7 @@ def test_the_normal_limit() -> None:
     assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_of_summed_coefficients_the_others_are_taken_away() -> None:
+def test_of_summed_coefficients_the_others_are_taken_away():
     """Without randomness what is left is the target client's own solution."""
     observation, knowledge = observed("least_squares", method="ols", clients=3)
     found = release_likelihood(observation, knowledge)
@@ -142,12 +133,12 @@ def test_of_summed_coefficients_the_others_are_taken_away() -> None:
     assert ratio(found) < -1e3
 
 
-def test_declared_noise_is_part_of_the_law() -> None:
+def test_declared_noise_is_part_of_the_law():
     noise = {"name": "gaussian_noise", "std": 0.7}
     observation, knowledge = observed("least_squares", method="ls", columns=9, defense=(noise,))
     seen = observation.update["release"]
 
-    def density(row: bool) -> float:
+    def density(row):
         best, features, residual = moments(gram(row=row))
         spread = residual * torch.linalg.inv(features) / 9
         return normal(best, spread + 0.49 * torch.eye(3, dtype=torch.float64), seen)
@@ -162,7 +153,7 @@ def test_declared_noise_is_part_of_the_law() -> None:
     assert ratio(release_likelihood(noisy, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_calibrated_noise_is_that_of_its_multiplier() -> None:
+def test_calibrated_noise_is_that_of_its_multiplier():
     """An attacker that could not read ε and δ would fail, and the defense look perfect."""
     clip, calibrated = {"name": "clip", "norm": 2.0}, {"epsilon": 1.0, "delta": 1e-5}
     multiplier = float(gaussian.noise_multiplier(**calibrated))
@@ -174,7 +165,7 @@ def test_calibrated_noise_is_that_of_its_multiplier() -> None:
     assert ratios[0] != 0
 
 
-def test_of_summed_coefficients_the_others_have_a_law_too() -> None:
+def test_of_summed_coefficients_the_others_have_a_law_too():
     """Their covariance is that of the t distribution, and each client adds its own noise."""
     noise = {"name": "gaussian_noise", "std": 0.7}
     for method, divisor in (("ls", 9), ("als", 9 - 3 - 1)):
@@ -186,11 +177,10 @@ def test_of_summed_coefficients_the_others_have_a_law_too() -> None:
             _, features, residual = moments(gram(rows=rows))
             expected += residual * torch.linalg.inv(features) / divisor
         found = release_likelihood(observation, knowledge).variance
-        assert found is not None
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_clipping_is_taken_as_the_scale_that_is_expected() -> None:
+def test_clipping_is_taken_as_the_scale_that_is_expected():
     """Of a sketch sqrt(r tr K), of coefficients |x̂|; one that is not reached changes nothing."""
     free, knowledge = observed(columns=40)
     wide, _ = observed(columns=40, defense=({"name": "clip", "norm": 1e6},))
@@ -208,7 +198,7 @@ def test_clipping_is_taken_as_the_scale_that_is_expected() -> None:
     assert ratio(found) < -1e3
 
 
-def test_noise_that_is_not_told_is_not_guessed() -> None:
+def test_noise_that_is_not_told_is_not_guessed():
     observation, knowledge = observed(columns=7)
     with pytest.raises(AttackFailed, match="does not declare its effect"):
         release_likelihood(replace(observation, effect=UNKNOWN), knowledge)

@@ -1,24 +1,20 @@
 """Attacks on rows where the answer is known: exact, nothing at all, and in between."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import cast
 
 import pytest
 import torch
 from one_process import ask
-from torch import Tensor
 
 from fedsim import rng
 from fedsim.attacking.knowledge import hand_over_row
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
+from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.target import GuessRequest
 from fedsim.scoring import score, score_guess
 from fedsim.testing import make_observation, make_release
 from fedsim.testing.cases import example_rows
-from fedsim.types import Observation, Reconstruction, RowTruth
 from fedsim_attacks.closed_form._release_likelihood import ReleaseLikelihood
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import (
@@ -32,32 +28,29 @@ from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
 OTHERS = Grant.least(rows="others")
 
 
-def released(
-    count: int = 24, *, columns: int = 4, **arguments: object
-) -> tuple[Observation, RowTruth]:
+def released(count=24, *, columns=4, **arguments):
     arguments.setdefault("parameters", {"columns": 50})
-    return make_release(*example_rows(count, columns), **arguments)  # type: ignore[arg-type]
+    return make_release(*example_rows(count, columns), **arguments)
 
 
-def answer(attack: Attack[AttackState], case: tuple[Observation, RowTruth]) -> Reconstruction:
+def answer(attack, case):
     return ask(attack, *case, OTHERS, 0).reconstruction
 
 
-def members(truth: RowTruth) -> Tensor:
+def members(truth):
     return truth.rows[truth.members]
 
 
-def test_coefficients_without_noise_give_a_row_away_whole() -> None:
+def test_coefficients_without_noise_give_a_row_away_whole():
     """The constant feature tells the scale and the sign: nothing is left to guess."""
     case = released(learner="least_squares", parameters={"method": "ols"})
     found = answer(RowReconstruction(), case)
-    assert found.rows is not None
     torch.testing.assert_close(found.rows, members(case[1]), rtol=0, atol=1e-4)
     assert score(found, case[1])["rows_recovered"] == 1
 
 
 @pytest.mark.parametrize("classes", [pytest.param(None, marks=pytest.mark.slow), ("no", "yes")])
-def test_without_a_constant_feature_the_direction_is_exact(classes: tuple[str, str] | None) -> None:
+def test_without_a_constant_feature_the_direction_is_exact(classes):
     """The scale is unknown, which two classes settle for most rows, and the sign: to a regression,
     -v is as good as v. (So its maximum is asked for: the mean lies between the two.)"""
     rows, taking_part = example_rows(24)
@@ -74,7 +67,6 @@ def test_without_a_constant_feature_the_direction_is_exact(classes: tuple[str, s
         classes=classes,
     )
     found = answer(RowReconstruction(samples=0), case)
-    assert found.rows is not None
     wanted = members(case[1])
     cosine = torch.cosine_similarity(found.rows[:, :-1], wanted[:, :-1]).abs()
     assert bool((cosine > 0.999).all())
@@ -85,27 +77,7 @@ def test_without_a_constant_feature_the_direction_is_exact(classes: tuple[str, s
 
 
 @pytest.mark.slow
-def test_a_wide_sketch_of_few_rows_gives_them_away() -> None:
-    """Fewer rows than columns: the release leaves the span of the others in one direction only."""
-    case = released(6, columns=8, parameters={"columns": 4000})
-    assert int(case[1].members.sum()) < 8
-    scores = score(answer(RowReconstruction(), case), case[1])
-    assert scores["row_cosine"] is not None and scores["row_cosine"] > 0.99
-
-
-@pytest.mark.slow
-def test_more_columns_tell_more_and_noise_less() -> None:
-    errors = []
-    for columns, sigma in ((2000, None), (100, None), (100, 1.0)):
-        noise = [{"name": "gaussian_noise", "std": sigma}] if sigma else []
-        case = released(parameters={"columns": columns}, defense=noise)
-        errors.append(score(answer(RowReconstruction(), case), case[1])["rmse"] or 0.0)
-    assert errors == sorted(errors)
-    assert errors[-1] > 1.2 * errors[0]
-
-
-@pytest.mark.slow
-def test_where_nothing_is_told_the_answer_is_the_guess() -> None:
+def test_where_nothing_is_told_the_answer_is_the_guess():
     """Behind noise a thousand times the rows: no better and no worse than their mean."""
     noise = [{"name": "gaussian_noise", "std": 1e4}]
     case = released(60, parameters={"columns": 50}, defense=noise)
@@ -114,16 +86,15 @@ def test_where_nothing_is_told_the_answer_is_the_guess() -> None:
     assert scores["psnr"] == pytest.approx(guess["psnr"], abs=0.3)
 
 
-def test_membership_in_coefficients_without_noise_is_certain() -> None:
+def test_membership_in_coefficients_without_noise_is_certain():
     case = released(learner="least_squares", parameters={"method": "ols"})
     found = answer(MembershipInference(), case)
-    assert found.membership is not None
     assert torch.equal(found.membership > 0, case[1].members)
     assert score(found, case[1])["membership_auc"] == 1
 
 
 @pytest.mark.slow
-def test_summed_coefficients_are_attacked_within_their_client() -> None:
+def test_summed_coefficients_are_attacked_within_their_client():
     case = released(
         60,
         learner="least_squares",
@@ -135,7 +106,7 @@ def test_summed_coefficients_are_attacked_within_their_client() -> None:
     assert score(answer(RowReconstruction(), case), case[1])["rows_recovered"] == 1
 
 
-def test_a_row_is_asked_for_by_itself() -> None:
+def test_a_row_is_asked_for_by_itself():
     """What is handed over about one target: never itself, unless asked; never who took part."""
     _, truth = released()
     for target in (0, 1):
@@ -148,7 +119,7 @@ def test_a_row_is_asked_for_by_itself() -> None:
     assert not torch.equal(truth.members, torch.ones_like(truth.members))
 
 
-def test_the_wrong_kind_is_refused() -> None:
+def test_the_wrong_kind_is_refused():
     images = make_observation(torch.rand(1, 1, 16, 16), torch.tensor([1]))
     with pytest.raises(AttackFailed, match=r"reads sketch and .*clients send updates of a model"):
         ask(MembershipInference(), *images, Grant.least(), 0)
@@ -170,11 +141,11 @@ class Normal:
     seen: float
     std: float
 
-    def log_likelihood(self, rows: Tensor) -> Tensor:
+    def log_likelihood(self, rows):
         return -((rows[:, 0] - self.seen) / self.std).square() / 2
 
 
-def posterior(seen: float, std: float, targets: tuple[float, ...], row_norm: float) -> RowPosterior:
+def posterior(seen, std, targets, row_norm):
     """Of (value, constant 1, target) rows; value and target are correlated before any release."""
     precision = torch.linalg.inv(
         torch.tensor([[0.4, 0.0, 0.3], [0.0, 1.0, 0.0], [0.3, 0.0, 0.5]], dtype=torch.float64)
@@ -193,9 +164,7 @@ def posterior(seen: float, std: float, targets: tuple[float, ...], row_norm: flo
 @pytest.mark.parametrize("row_norm", [2.0, 1.1])
 @pytest.mark.parametrize("targets", [(), (-1.0, 1.0)])
 @pytest.mark.parametrize(("seen", "std"), [(0.9, 0.5), (-0.3, 0.2), (0.5, 50.0)])
-def test_it_is_the_integral(
-    seen: float, std: float, targets: tuple[float, ...], row_norm: float
-) -> None:
+def test_it_is_the_integral(seen, std, targets, row_norm):
     """Also where it is cut off at a range, and where a longer row is scaled to the bound."""
     case = posterior(seen, std, targets, row_norm)
     axis = torch.linspace(-1, 1, 201, dtype=torch.float64)
@@ -212,7 +181,7 @@ def test_it_is_the_integral(
     torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
 
 
-def test_other_rows_are_taken_as_they_were_before_they_were_scaled() -> None:
+def test_other_rows_are_taken_as_they_were_before_they_were_scaled():
     """A row longer than the bound is scaled to it, and its constant feature tells by how much."""
     rows, members = example_rows(24)
     observation, _ = make_release(rows, members, learner="sketch", parameters={"columns": 9})

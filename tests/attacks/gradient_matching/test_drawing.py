@@ -1,7 +1,5 @@
 """Steps over images are those of torch's own optimizers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.optim.lr_scheduler import MultiStepLR
@@ -10,7 +8,7 @@ from fedsim_attacks.gradient_matching._drawing import _DECAY_AT, Adam, decayed_s
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.99)])
-def test_steps_are_those_of_torchs_adam_to_the_last_bit(betas: tuple[float, float]) -> None:
+def test_steps_are_those_of_torchs_adam_to_the_last_bit(betas):
     rng = torch.Generator().manual_seed(0)
     starts = [torch.randn(2, 3, 5, 4, generator=rng), torch.randn(7, generator=rng)]
     theirs = [each.clone().requires_grad_() for each in starts]
@@ -27,7 +25,7 @@ def test_steps_are_those_of_torchs_adam_to_the_last_bit(betas: tuple[float, floa
 
 
 @pytest.mark.parametrize("iterations", [7, 100, 120])
-def test_rates_are_those_of_torchs_schedule(iterations: int) -> None:
+def test_rates_are_those_of_torchs_schedule(iterations):
     variable = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.Adam([variable], lr=0.1)
     schedule = MultiStepLR(optimizer, [int(iterations * share) for share in _DECAY_AT], gamma=0.1)

@@ -1,11 +1,8 @@
 """GradInversion: zero at the truth, a group that pulls together, better than the mean image."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from fedsim import rng
 from fedsim.attacking.knowledge import hand_over
@@ -15,7 +12,6 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim_attacks.gradient_matching.grad_inversion import (
     GradInversion,
-    Group,
     consensus,
     consensus_slope,
     register,
@@ -25,18 +21,18 @@ BATCH_NORM = {"model": "convnet", "model_parameters": {"width": 4, "norm": "batc
 ZERO_AT_TRUTH = {"total_variation": 0.0, "norm": 0.0}
 
 
-def stream() -> torch.Generator:
+def stream():
     return rng.generator(0, "test")
 
 
-def own_loss(attack: GradInversion, state: Group, images: Tensor) -> float:
+def own_loss(attack, state, images):
     """What the attack reports where all its seeds are at normalized `images`."""
     state.images = images.expand_as(state.images).clone()
     return attack.postprocess(state).loss
 
 
 @pytest.mark.parametrize("batch_norm", [False, True])
-def test_the_objective_is_zero_at_the_truth_alone(batch_norm: bool) -> None:
+def test_the_objective_is_zero_at_the_truth_alone(batch_norm):
     """Without the weights of those priors that are not."""
     observation, truth = make_observation(*example_batch(3), **(BATCH_NORM if batch_norm else {}))
     seen = hand_over(
@@ -48,7 +44,7 @@ def test_the_objective_is_zero_at_the_truth_alone(batch_norm: bool) -> None:
     assert own_loss(attack, state, normalize(1 - truth.images, observation.model)) > 1e-2
 
 
-def test_every_term_has_its_slope() -> None:
+def test_every_term_has_its_slope():
     """What a step descends is the derivative of what it reports, in double precision."""
     images = torch.randn(2, 3, 1, 8, 8, generator=stream(), dtype=torch.float64)
     mean = consensus(images, 1)
@@ -69,7 +65,7 @@ def test_every_term_has_its_slope() -> None:
     assert float(ahead - behind) / 2e-3 == pytest.approx(expected, rel=0.02)
 
 
-def test_the_group_is_pulled_together() -> None:
+def test_the_group_is_pulled_together():
     observation, truth = make_observation(*example_batch(2))
     seen = hand_over(observation, truth, Grant(labels="known"))
     spread = {}
@@ -83,7 +79,7 @@ def test_the_group_is_pulled_together() -> None:
 
 
 @pytest.mark.parametrize("shift", [(0, 0), (2, -1), (-2, 2)])
-def test_a_shift_is_undone(shift: tuple[int, int]) -> None:
+def test_a_shift_is_undone(shift):
     smooth = F.avg_pool2d(torch.randn(2, 3, 20, 20, generator=stream()), 3, stride=1)
     target, moved = smooth[..., 4:12, 4:12], smooth[..., 4 + shift[0] :, 4 + shift[1] :]
     moved = moved[..., :8, :8]
@@ -92,7 +88,7 @@ def test_a_shift_is_undone(shift: tuple[int, int]) -> None:
     assert torch.equal(register(moved, target, 0), moved)
 
 
-def test_the_mean_of_the_seeds_wins_where_its_loss_is_less() -> None:
+def test_the_mean_of_the_seeds_wins_where_its_loss_is_less():
     observation, truth = make_observation(*example_batch(1))
     seen = hand_over(observation, truth, Grant(labels="known"))
     attack = GradInversion(iterations=1, seeds=2, reach=0, **ZERO_AT_TRUTH)
@@ -101,9 +97,7 @@ def test_the_mean_of_the_seeds_wins_where_its_loss_is_less() -> None:
     away = torch.randn(right.shape, generator=stream())
     state.images = torch.stack([right + away, right - away])
     found = attack.postprocess(state)
-    assert found.images is not None
     assert torch.allclose(found.images, truth.images, atol=1e-5)
     state.images = torch.stack([right + away, right])
     found = attack.postprocess(state)
-    assert found.images is not None
     assert torch.allclose(found.images, truth.images, atol=1e-5)

@@ -1,24 +1,21 @@
 """Image priors: descent over several resolutions, and how much images vary."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from fedsim import rng
 from fedsim_attacks.gradient_matching._drawing import Pyramid
 from fedsim_attacks.gradient_matching._image_priors import VARIATIONS
 
 
-def draw(*shape: int) -> Tensor:
+def draw(*shape):
     return torch.randn(*shape, generator=rng.generator(0, "pyramid"))
 
 
-def test_the_first_step_is_of_full_size_on_every_level() -> None:
+def test_the_first_step_is_of_full_size_on_every_level():
     """Adam's first step is the sign of each variable's gradient, whatever its scale."""
     images = torch.zeros(2, 3, 16, 16)
     slope = draw(2, 3, 16, 16)
@@ -34,7 +31,7 @@ def test_the_first_step_is_of_full_size_on_every_level() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 3, 5, 5), (2, 1, 7, 32), (1, 3, 28, 28)])
-def test_it_reaches_any_image_of_any_size(shape: tuple[int, ...]) -> None:
+def test_it_reaches_any_image_of_any_size(shape):
     goal, images = draw(*shape), torch.zeros(shape)
     pyramid = Pyramid(images, betas=(0.9, 0.99))
     for iteration in range(400):
@@ -59,13 +56,13 @@ PIXEL = torch.tensor([0.5, -0.25, 1.0]).view(1, 3, 1, 1)
         ("opponents", PIXEL, math.sqrt(2) * (0.5 + 0.25 + 1.0 + 0.75 + 0.5 + 1.25) / 6),
     ],
 )
-def test_known_values(name: str, images: Tensor, value: float) -> None:
+def test_known_values(name, images, value):
     assert float(VARIATIONS[name](images.contiguous())[0]) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("name", VARIATIONS)
-def test_the_slope_is_the_derivative(name: str, channels: int) -> None:
+def test_the_slope_is_the_derivative(name, channels):
     stream, shape = rng.generator(0, "variation"), (2, channels, 5, 4)
     images, along = torch.randn(2, *shape, generator=stream, dtype=torch.float64).unbind()
     above, below = (VARIATIONS[name](images + step * along)[0] for step in (1e-6, -1e-6))

@@ -1,19 +1,14 @@
 """Draws of the model are fitted with the images, and an orthogonal direction's norms are read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedsim.data.bundled import Faces
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
-from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._matching import (
-    Candidate,
     GivenDraws,
     Matching,
     orthogonal_distance,
@@ -23,19 +18,19 @@ from fedsim_attacks.gradient_matching._matching import (
 MODEL = {"model": "convnet", "model_parameters": {"width": 8}, "num_classes": 2}
 
 
-def observe(first: int, defense: str) -> tuple[Observation, Tensor, Tensor]:
+def observe(first, defense):
     faces = Faces(size=16).load()
     pixels, labels = faces.train_images.float() / 255, faces.train_labels
     mine = slice(first, first + 2)
-    seen, _ = make_observation(pixels[mine], labels[mine], defense=[{"name": defense}], **MODEL)  # type: ignore[arg-type]
+    seen, _ = make_observation(pixels[mine], labels[mine], defense=[{"name": defense}], **MODEL)
     return seen, normalize(pixels, seen.model), labels
 
 
-def stream() -> torch.Generator:
+def stream():
     return torch.Generator().manual_seed(1)
 
 
-def test_draws_are_variables_and_the_objective_is_zero_at_the_true_ones() -> None:
+def test_draws_are_variables_and_the_objective_is_zero_at_the_true_ones():
     seen, images, labels = observe(0, "precode")
     blind = Matching(seen).random_candidate(labels[:2], stream())
     matching = Matching(seen, effects="simulated")
@@ -53,16 +48,16 @@ def test_draws_are_variables_and_the_objective_is_zero_at_the_true_ones() -> Non
     assert float(loss) > 1e-6 and all(bool(slope.any()) for slope in slopes)
 
 
-def fitted(matching: Matching, candidate: Candidate) -> list[Tensor]:
+def fitted(matching, candidate):
     with GivenDraws(candidate.drawn):
         return matching.update(candidate.images, candidate.targets(), create_graph=False)
 
 
-def test_an_orthogonal_direction_tells_its_batch_from_all_others() -> None:
+def test_an_orthogonal_direction_tells_its_batch_from_all_others():
     seen, images, labels = observe(4, "censor")
     matching = Matching(seen, effects="simulated")
 
-    def distance(at: int) -> float:
+    def distance(at):
         candidate = matching.candidate(images[at : at + 2], labels[at : at + 2], None)
         return float(matching.differentiate(candidate, squared_distance)[0])
 
@@ -71,7 +66,7 @@ def test_an_orthogonal_direction_tells_its_batch_from_all_others() -> None:
     assert min(found.values()) > 1e-2
 
 
-def test_the_orthogonal_distances_slope_is_autograds() -> None:
+def test_the_orthogonal_distances_slope_is_autograds():
     target = [torch.randn(5, 4, generator=stream()), torch.tensor([3.0]), torch.zeros(3)]
     norms = [each.norm() for each in target]
     update = [torch.randn_like(each).double().requires_grad_() for each in target]

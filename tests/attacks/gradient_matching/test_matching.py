@@ -1,11 +1,7 @@
 """Gradient matching: zero at the truth, whatever the client did, and exact gradients elsewhere."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +15,12 @@ from fedsim.models.victim import rebuild
 from fedsim.rng import generator
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
-from fedsim.types import GroundTruth, LocalTraining, Observation, StepRule
+from fedsim.types import LocalTraining, StepRule
 from fedsim_attacks.fast_autograd import _second_order
 from fedsim_attacks.fast_autograd._convolution import Patches, Winograd
 from fedsim_attacks.fast_autograd._second_order import accelerate
 from fedsim_attacks.fast_autograd._tape import PAYS
 from fedsim_attacks.gradient_matching._matching import (
-    Distance,
     MatchedUpdate,
     Matching,
     cosine_distance,
@@ -41,7 +36,7 @@ FEDAVG = {"algorithm": "fedavg", "lr": 0.1, "steps": 3}
 BATCH_NORM = {"model": "convnet", "model_parameters": {"width": 4, "norm": "batch"}}
 AGGREGATE = {"defense": [{"name": "aggregate"}], "num_clients": 2}
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "one gradient": {},
     "fedavg, same batch": {"training": {**FEDAVG, "batches": "same"}},
     "fedavg, different batches": {"training": {**FEDAVG, "batches": "different"}},
@@ -57,16 +52,14 @@ CASES: dict[str, dict[str, Any]] = {
 over_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
-def observe(case: dict[str, Any], batch_size: int = 2) -> tuple[Observation, GroundTruth]:
+def observe(case, batch_size=2):
     fields = {"algorithm": "fedsgd", "steps": 1, "lr": 0.1, **case.get("training", {})}
     training = LocalTraining(batch_size=batch_size, **fields)
     batch = example_batch(training.num_images * case.get("num_clients", 1))
     return make_observation(*batch, **{**case, "training": training})
 
 
-def objective(
-    observation: Observation, images: Tensor, labels: Tensor, distance: Distance
-) -> float:
+def objective(observation, images, labels, distance):
     """At pixels `images`."""
     matching = Matching(observation)
     candidate = matching.candidate(normalize(images, observation.model), labels, None)
@@ -75,7 +68,7 @@ def objective(
 
 @over_distances
 @over_cases
-def test_the_objective_is_zero_at_the_truth(case: dict[str, Any], distance: Distance) -> None:
+def test_the_objective_is_zero_at_the_truth(case, distance):
     observation, truth = observe(case)
     assert abs(objective(observation, truth.images, truth.labels, distance)) < 1e-6
     assert objective(observation, 1 - truth.images, truth.labels, distance) > 1e-3
@@ -94,9 +87,7 @@ RULES = {
 
 @pytest.mark.parametrize("distance", [cosine_distance, squared_distance, gaussian_distance])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_the_objective_is_zero_at_the_truth_under_every_rule(
-    rule: StepRule, distance: Distance
-) -> None:
+def test_the_objective_is_zero_at_the_truth_under_every_rule(rule, distance):
     """Another rule, and so another update, is not taken for the declared one."""
     momentum = 0.9 if rule.optimizer == "sgd" else 0.0
     training = {**FEDAVG, "lr": 0.01, "momentum": momentum, "rule": rule}
@@ -106,7 +97,7 @@ def test_the_objective_is_zero_at_the_truth_under_every_rule(
     assert objective(untold, truth.images, truth.labels, distance) > 1e-4
 
 
-def test_decay_moves_weights_that_meet_only_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decay_moves_weights_that_meet_only_padding(monkeypatch):
     monkeypatch.setattr(_second_order, "_WORTHWHILE", 0)
     observed = {"stem": "imagenet", "width": 8, "norm": "group"}
     for rule in (None, StepRule(weight_decay=1.0)):
@@ -121,7 +112,7 @@ def test_decay_moves_weights_that_meet_only_padding(monkeypatch: pytest.MonkeyPa
             assert abs(objective(observation, images, labels, distance)) < 1e-6
 
 
-def test_the_gaussian_distance_is_that_of_its_formula() -> None:
+def test_the_gaussian_distance_is_that_of_its_formula():
     update, target = example_updates()
     leaves = [u.clone().requires_grad_() for u in update]
     value = sum(
@@ -133,7 +124,7 @@ def test_the_gaussian_distance_is_that_of_its_formula() -> None:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_the_likelihood_is_that_of_normal_noise(scaled: bool) -> None:
+def test_the_likelihood_is_that_of_normal_noise(scaled):
     """Up to the density at its mode; an unknown factor is the likeliest of many."""
     update, target = example_updates()
     leaves = [u.clone().requires_grad_() for u in update]
@@ -146,7 +137,7 @@ def test_the_likelihood_is_that_of_normal_noise(scaled: bool) -> None:
     )
 
 
-def example_updates() -> tuple[list[Tensor], MatchedUpdate]:
+def example_updates():
     stream = torch.Generator().manual_seed(0)
     shapes = ((3, 2), (4,))
     target = [torch.randn(shape, generator=stream) for shape in shapes]
@@ -156,13 +147,7 @@ def example_updates() -> tuple[list[Tensor], MatchedUpdate]:
     return update, MatchedUpdate(tensors=target, square=square, outside=zero)
 
 
-def is_derivative_of(
-    distance: Distance,
-    update: list[Tensor],
-    target: MatchedUpdate,
-    value: Tensor,
-    leaves: list[Tensor],
-) -> None:
+def is_derivative_of(distance, update, target, value, leaves):
     found, direction, scale = distance(update, target)
     torch.testing.assert_close(found, value.detach(), rtol=1e-4, atol=1e-6)
     expected = torch.autograd.grad(value, leaves)
@@ -170,9 +155,7 @@ def is_derivative_of(
         torch.testing.assert_close(scale * own, other, rtol=1e-3, atol=1e-4)
 
 
-def plain_gradient(
-    observation: Observation, images: Tensor, labels: Tensor, distance: Distance
-) -> Tensor:
+def plain_gradient(observation, images, labels, distance):
     """Of the objective in the images, from the paper's formula and PyTorch's autograd alone."""
     training = observation.training
     model = rebuild(observation).double().train(training.mode == "train")
@@ -204,9 +187,7 @@ def plain_gradient(
 
 @over_distances
 @over_cases
-def test_the_gradient_is_autograds(
-    case: dict[str, Any], distance: Distance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_is_autograds(case, distance, monkeypatch):
     monkeypatch.setattr(_second_order, "_WORTHWHILE", 0)
     if "num_clients" in case:
         case = {name: value for name, value in case.items() if name not in AGGREGATE}
@@ -220,7 +201,7 @@ def test_the_gradient_is_autograds(
     torch.testing.assert_close(slope, expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max()))
 
 
-LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
+LAYERS = {
     "plain": lambda: [nn.Conv2d(4, 6, 3, padding=1)],
     "stride": lambda: [nn.Conv2d(4, 6, 3, stride=2, padding=1)],
     "uneven": lambda: [nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(0, 1))],
@@ -244,7 +225,7 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
-def network(middle: list[nn.Module]) -> nn.Module:
+def network(middle):
     body = [nn.Conv2d(2, 4, 3, padding=1), nn.Softplus(), *middle, nn.Tanh()]
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -259,7 +240,7 @@ def network(middle: list[nn.Module]) -> nn.Module:
     return model.double()
 
 
-def second_derivative(model: nn.Module, images: Tensor, toward: int) -> Tensor:
+def second_derivative(model, images, toward):
     """∂<g, v>/∂x for the gradient g of the loss after one step of descent, v fixed."""
     images = images.clone().requires_grad_()
     labels = torch.arange(len(images)) % 3
@@ -274,7 +255,7 @@ def second_derivative(model: nn.Module, images: Tensor, toward: int) -> Tensor:
     return torch.autograd.grad(grads, images, v)[0]
 
 
-def force(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def force(algorithm, monkeypatch):
     """Convolutions use `algorithm` wherever it applies, however small they are."""
     monkeypatch.setattr(_second_order, "_WORTHWHILE", 0)
     monkeypatch.setattr(
@@ -286,17 +267,12 @@ def force(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("algorithm", ["direct", "patches", "winograd"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS.keys())
-def test_accelerated_layers_are_pytorchs(
-    layers: Callable[[], list[nn.Module]],
-    training: bool,
-    algorithm: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_accelerated_layers_are_pytorchs(layers, training, algorithm, monkeypatch):
     force(algorithm, monkeypatch)
     plain = network(layers()).train(training)
     fast = deepcopy(plain)
     accelerate(fast)
-    assert "forward" in vars(fast[0])  # type: ignore[index]
+    assert "forward" in vars(fast[0])
     images = torch.randn(
         3, 2, 7, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
@@ -308,10 +284,10 @@ def test_accelerated_layers_are_pytorchs(
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8 * scale)
 
 
-def test_small_models_are_left_alone() -> None:
+def test_small_models_are_left_alone():
     model = network([])
     accelerate(model)
-    assert "forward" not in vars(model[0])  # type: ignore[index]
+    assert "forward" not in vars(model[0])
 
 
 @pytest.mark.parametrize("case", slow_but(["one gradient", "batch norm, train mode"], CASES))
@@ -319,9 +295,7 @@ def test_small_models_are_left_alone() -> None:
     ("distance", "soft"),
     [(cosine_distance, False), pytest.param(squared_distance, True, marks=pytest.mark.slow)],
 )
-def test_replayed_iterations_are_the_same_bits(
-    case: dict[str, Any], distance: Distance, soft: bool
-) -> None:
+def test_replayed_iterations_are_the_same_bits(case, distance, soft):
     observation, truth = observe(case)
     results = []
     for calls in (1, PAYS):
@@ -338,13 +312,13 @@ def test_replayed_iterations_are_the_same_bits(
         assert all(map(torch.equal, eager, replayed))
 
 
-def drawn_update(seed: int, *sizes: float) -> list[Tensor]:
+def drawn_update(seed, *sizes):
     """Tensors whose entries have these sizes."""
     stream = generator(seed, "distances")
     return [size * torch.randn(4, 5, generator=stream) for size in sizes]
 
 
-def target_of(tensors: list[Tensor]) -> MatchedUpdate:
+def target_of(tensors):
     square = torch.stack([t.square().sum() for t in tensors]).sum()
     return MatchedUpdate(tensors, square, torch.zeros(()))
 
@@ -352,9 +326,7 @@ def target_of(tensors: list[Tensor]) -> MatchedUpdate:
 @pytest.mark.parametrize("distance", [cosine_distance, reweighted_cosine([1.0, 2.0])])
 @pytest.mark.parametrize("wanted", [1.0, 1e-6, 1e-15])
 @pytest.mark.parametrize("size", [1e8, 1.0, 1e-12, 1e-17, 1e-20, 1e-25, 0.0])
-def test_a_distance_of_directions_is_between_0_and_2(
-    distance: Distance, wanted: float, size: float
-) -> None:
+def test_a_distance_of_directions_is_between_0_and_2(distance, wanted, size):
     target = target_of(drawn_update(1, wanted, wanted))
     for update in (drawn_update(2, size, size), [size / wanted * t for t in target.tensors]):
         loss, direction, scale = distance(update, target)
@@ -363,7 +335,7 @@ def test_a_distance_of_directions_is_between_0_and_2(
 
 
 @pytest.mark.parametrize("distance", [cosine_distance, reweighted_cosine([1.0, 2.0])])
-def test_a_direction_is_the_same_at_every_size(distance: Distance) -> None:
+def test_a_direction_is_the_same_at_every_size(distance):
     target = target_of(drawn_update(1, 1e-6, 1e-6))
     usual = float(distance(drawn_update(2, 1.0, 1.0), target)[0])
     for size in (1e6, 1e-8, 1e-14, 1e-16):
@@ -372,7 +344,7 @@ def test_a_direction_is_the_same_at_every_size(distance: Distance) -> None:
         )
 
 
-def test_where_all_that_counts_is_zero_entries_weigh_alike() -> None:
+def test_where_all_that_counts_is_zero_entries_weigh_alike():
     """As of a classifier that starts at zero, before which nothing has a gradient."""
     target, update = target_of(drawn_update(1, 1.0, 0.0)), drawn_update(2, 1.0, 1.0)
     found = reweighted_cosine([0.0, 3.0])(update, target)

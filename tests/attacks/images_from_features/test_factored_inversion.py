@@ -1,14 +1,11 @@
 """Inversion with known features: zero at the truth behind each defense; slopes that see jumps."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from fedsim import rng
 from fedsim.contracts.attack import solve
@@ -16,13 +13,12 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
-from fedsim.types import GroundTruth, LocalTraining, Observation
-from fedsim_attacks.fast_autograd._second_order import smooth_max_pool, smooth_relu
+from fedsim.types import LocalTraining
+from fedsim_attacks.fast_autograd._smooth_slopes import max_pool, relu
 from fedsim_attacks.gradient_matching._image_priors import chromatic_variation
 from fedsim_attacks.gradient_matching._matching import MatchedUpdate
 from fedsim_attacks.images_from_features._body_gradient import (
     BodyGradient,
-    Misfit,
     UnrolledUpdate,
     distance_by_part,
 )
@@ -30,19 +26,16 @@ from fedsim_attacks.images_from_features._heads import signals
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
-MODEL: dict[str, Any] = {"model": "convnet", "model_parameters": {"width": 8, "head": HEAD}}
+MODEL = {"model": "convnet", "model_parameters": {"width": 8, "head": HEAD}}
 
 
-def observe(defense: list[dict[str, Any]], lr: float = 0.001) -> tuple[Observation, GroundTruth]:
+def observe(defense, lr=0.001):
     training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=3, lr=lr)
     return make_observation(*example_batch(3), **MODEL, defense=defense, training=training)
 
 
-def misfit(
-    observation: Observation, truth: GroundTruth, images: Tensor, width: float = 0.0
-) -> Misfit:
+def misfit(observation, truth, images, width=0.0):
     """At pixels `images`, given the true features."""
-    assert truth.features is not None
     several = observation.training.steps > 1
     known = signals(observation, truth.features)
     make = UnrolledUpdate if several else BodyGradient
@@ -76,7 +69,7 @@ def misfit(
         "dropout, clip",
     ],
 )
-def test_the_objective_is_zero_at_the_truth(defense: list[dict[str, Any]]) -> None:
+def test_the_objective_is_zero_at_the_truth(defense):
     observation, truth = observe(defense)
     right = misfit(observation, truth, truth.images, width=1.0)
     assert float(right.update) < 1e-6
@@ -87,7 +80,7 @@ def test_the_objective_is_zero_at_the_truth(defense: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.parametrize("model", ["convnet", pytest.param("resnet18", marks=pytest.mark.slow)])
-def test_a_body_of_whose_update_nothing_is_left_leaves_its_features(model: str) -> None:
+def test_a_body_of_whose_update_nothing_is_left_leaves_its_features(model):
     """As global pruning may leave it: not every loss is then undefined."""
     parameters = {"head": HEAD, "width": 8} if model == "convnet" else {"head": HEAD}
     observation, _ = make_observation(
@@ -106,14 +99,14 @@ def test_a_body_of_whose_update_nothing_is_left_leaves_its_features(model: str) 
 LOCAL = [{"name": "local_aggregation", "steps": 3, "batches": "same"}]
 
 
-def test_a_clipped_update_of_several_steps_has_no_scale() -> None:
+def test_a_clipped_update_of_several_steps_has_no_scale():
     """And the slope is that of the loss: compared with differences of it."""
     names = ["body.0.weight", "head.output.weight"]
     stream = rng.generator(0, "scale")
     target, at, along = ([torch.randn(n, generator=stream) for n in (5, 7)] for _ in range(3))
     zero = torch.zeros(())
 
-    def loss(step: float, factor: float = 1.0) -> Tensor:
+    def loss(step, factor=1.0):
         goal = MatchedUpdate([factor * t for t in target], square=zero, outside=zero)
         moved = [u + step * v for u, v in zip(at, along, strict=True)]
         return distance_by_part(names, clipped=True)(moved, goal)[0].double()
@@ -127,7 +120,7 @@ def test_a_clipped_update_of_several_steps_has_no_scale() -> None:
 
 
 @pytest.mark.parametrize("defense", [[], LOCAL], ids=["one step", "local steps"])
-def test_several_steps_are_unrolled_in_the_end(defense: list[dict[str, Any]]) -> None:
+def test_several_steps_are_unrolled_in_the_end(defense):
     observation, _ = observe(defense)
     attack = FactoredInversion(iterations=10)
     state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
@@ -145,10 +138,9 @@ def test_several_steps_are_unrolled_in_the_end(defense: list[dict[str, Any]]) ->
     torch.testing.assert_close(state.best_loss, expected)
 
 
-def test_features_tell_labels_signals_and_the_clipped_scale() -> None:
+def test_features_tell_labels_signals_and_the_clipped_scale():
     observation, truth = observe([{"name": "clip", "norm": 1e-3}])
     plain, _ = observe([])
-    assert truth.features is not None
     known = signals(observation, truth.features)
     assert torch.equal(known.labels, truth.labels)
     name = next(iter(plain.update))
@@ -157,7 +149,7 @@ def test_features_tell_labels_signals_and_the_clipped_scale() -> None:
     assert float(signals(plain, truth.features).scale) == 1.0
 
 
-def second(function: Any, x: Tensor, pull: Tensor, toward: Tensor) -> Tensor:
+def second(function, x, pull, toward):
     """The derivative in x of <toward, the gradient of <pull, function(x)>>."""
     x = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad((function(x) * pull).sum(), x, create_graph=True)
@@ -165,7 +157,7 @@ def second(function: Any, x: Tensor, pull: Tensor, toward: Tensor) -> Tensor:
     return found
 
 
-def test_values_and_slopes_of_smoothed_layers_are_pytorchs() -> None:
+def test_values_and_slopes_of_smoothed_layers_are_pytorchs():
     x = torch.randn(2, 3, 7, 7, requires_grad=True)
     for pool in (nn.MaxPool2d(3), nn.MaxPool2d(3, stride=2, padding=1), nn.MaxPool2d(2)):
         pull = torch.randn_like(pool(x))
@@ -181,12 +173,12 @@ def test_values_and_slopes_of_smoothed_layers_are_pytorchs() -> None:
     assert torch.equal(found, wanted)
 
 
-def test_second_derivatives_are_those_of_smooth_layers() -> None:
+def test_second_derivatives_are_those_of_smooth_layers():
     """Of softplus (width times) for ReLU, of log-sum-exp for max pooling, in closed form."""
     width = 0.7
     x, pull, toward = torch.randn(3, 2, 1, 9, 9, dtype=torch.float64).unbind()
 
-    def softplus(z: Tensor) -> Tensor:
+    def softplus(z):
         return width * F.softplus(z / width)
 
     assert torch.allclose(
@@ -194,7 +186,7 @@ def test_second_derivatives_are_those_of_smooth_layers() -> None:
         second(softplus, x, pull, toward),
     )
 
-    def smooth_pool(z: Tensor) -> Tensor:
+    def smooth_pool(z):
         windows = z.view(2, 1, 3, 3, 3, 3).permute(0, 1, 2, 4, 3, 5).reshape(2, 1, 3, 3, 9)
         return width * torch.logsumexp(windows / width, -1)
 

@@ -1,10 +1,7 @@
 """What public images tell: the regression's known answers, its law's calibration, and its use."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from fedsim import rng
 from fedsim.attacking.knowledge import Public, hand_over
@@ -14,7 +11,6 @@ from fedsim.data.bundled import Digits
 from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
-from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 from fedsim_attacks.images_from_features.feature_regression import (
     FeatureRegression,
@@ -27,11 +23,11 @@ from fedsim_attacks.images_from_features.feature_regression import (
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 
 
-def noise(*shape: int, of: str) -> Tensor:
+def noise(*shape, of):
     return torch.randn(*shape, generator=rng.generator(4, of))
 
 
-def test_what_is_linear_is_found() -> None:
+def test_what_is_linear_is_found():
     inputs, weights = noise(300, 9, of="inputs"), noise(9, 5, of="weights")
     inputs -= inputs.mean(0)
     found, residuals = _ridge(inputs, inputs @ weights)
@@ -39,7 +35,7 @@ def test_what_is_linear_is_found() -> None:
     assert float(residuals.abs().max()) < 1e-3
 
 
-def test_residuals_are_as_large_as_those_of_other_images() -> None:
+def test_residuals_are_as_large_as_those_of_other_images():
     """A fit of 50 numbers to 100 samples leaves half of the variance there, and doubles it here."""
     weights = noise(50, 20, of="weights") * 50**-0.5 * 3
     inputs = noise(1100, 50, of="inputs")
@@ -51,7 +47,7 @@ def test_residuals_are_as_large_as_those_of_other_images() -> None:
     assert float(residuals.square().mean()) == pytest.approx(float(elsewhere), rel=0.15)
 
 
-def test_the_precision_is_the_inverse_covariance_and_few_samples_shrink_it() -> None:
+def test_the_precision_is_the_inverse_covariance_and_few_samples_shrink_it():
     spread = torch.tensor([3.0, 1.0, 0.3])
     found = _precision(noise(20_000, 3, of="samples") * spread)
     torch.testing.assert_close(found, torch.diag(spread**-2), rtol=0.05, atol=0.2)
@@ -60,7 +56,7 @@ def test_the_precision_is_the_inverse_covariance_and_few_samples_shrink_it() -> 
 
 
 @pytest.mark.parametrize("side", [8, 16, 32, 50])
-def test_energy_and_slope_of_a_law(side: int) -> None:
+def test_energy_and_slope_of_a_law(side):
     """Zero at the mean; 1 for draws, of images that are not averaged; a slope that is one."""
     small = min(16, side)
     size = 2 * small**2
@@ -79,7 +75,7 @@ def test_energy_and_slope_of_a_law(side: int) -> None:
     assert slope == pytest.approx(float(after - before) / 2e-2, rel=0.02, abs=1e-3)
 
 
-def digits(count: int, defense: list[dict[str, object]]) -> tuple[Observation, GroundTruth, Tensor]:
+def digits(count, defense):
     """Of a fresh network with a two-layer head; public are the test split's."""
     data = Digits(size=16).load()
     observation, truth = make_observation(
@@ -93,8 +89,8 @@ def digits(count: int, defense: list[dict[str, object]]) -> tuple[Observation, G
 
 
 @pytest.mark.parametrize("std", [0.0, pytest.param(0.003, marks=pytest.mark.slow)])
-def test_images_are_read_off_features_behind_noise_too(std: float) -> None:
-    defense: list[dict[str, object]] = [{"name": "gaussian_noise", "std": std}] if std else []
+def test_images_are_read_off_features_behind_noise_too(std):
+    defense = [{"name": "gaussian_noise", "std": std}] if std else []
     observation, truth, public = digits(4, defense)
     _, knowledge = hand_over(observation, truth, Grant.least(public="test"), Public(images=public))
     found = solve(FeatureRegression(), observation, knowledge, 0).reconstruction
@@ -102,21 +98,19 @@ def test_images_are_read_off_features_behind_noise_too(std: float) -> None:
     guessed = -10 * torch.log10((truth.images - mean).square().flatten(1).mean(1)).mean()
     gained = score(found, truth).metrics()
     assert gained["label_accuracy"] == 1
-    assert gained["psnr"] is not None
     assert gained["psnr"] > float(guessed) + 2
 
 
-def test_features_in_doubt_are_not_read() -> None:
+def test_features_in_doubt_are_not_read():
     """Of features that are wrong a regression makes images that are worse than their mean."""
     observation, _, public = digits(4, [{"name": "gaussian_noise", "std": 0.3}])
     _, knowledge = hand_over(observation, None, Grant.least(public="test"), Public(images=public))
     images = solve(FeatureRegression(), observation, knowledge, 0).reconstruction.images
-    assert images is not None
     mean = (public.float() / 255).mean(0).expand_as(images)
     torch.testing.assert_close(images, mean, rtol=0, atol=1e-4)
 
 
-def test_an_attack_uses_public_images_only_if_they_are_granted_and_wanted() -> None:
+def test_an_attack_uses_public_images_only_if_they_are_granted_and_wanted():
     observation, truth, public = digits(2, [])
     _, without = hand_over(observation, truth, Grant.least())
     _, granted = hand_over(observation, truth, Grant.least(public="test"), Public(images=public))
@@ -126,16 +120,12 @@ def test_an_attack_uses_public_images_only_if_they_are_granted_and_wanted() -> N
         attack.model_copy(update={"public": False}), observation, granted, 0
     ).reconstruction
     used = solve(attack, observation, granted, 0).reconstruction
-    assert plain.images is not None
-    assert unused.images is not None
     assert torch.equal(plain.images, unused.images)
     before, after = (score(each, truth).metrics()["psnr"] for each in (plain, used))
-    assert before is not None
-    assert after is not None
     assert after > before + 5, "ten iterations from the regression's images, and not from noise"
 
 
-def test_public_images_of_another_shape_or_of_one_image_are_a_stated_failure() -> None:
+def test_public_images_of_another_shape_or_of_one_image_are_a_stated_failure():
     observation, _ = make_observation(
         *example_batch(2), model="mlp", model_parameters={"head": HEAD}
     )

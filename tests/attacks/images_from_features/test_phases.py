@@ -1,9 +1,5 @@
 """What comes when: deep bodies peeled and relaxed, or relaxed alone."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
-
 import pytest
 import torch
 from deep_victims import observe
@@ -13,7 +9,6 @@ from fedsim.attacking.knowledge import Public, hand_over
 from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing.cases import example_batch
-from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._image_priors import expose, trusted_contrast
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features._body_gradient import (
@@ -26,18 +21,17 @@ from fedsim_attacks.images_from_features._stages import Relaxation, StagedBody, 
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
 
-def kinds(observation: Observation, attack: FactoredInversion) -> list[type]:
+def kinds(observation, attack):
     state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
     found = []
     while not attack.terminate(state):
         state = attack.step(state)
         found.append(type(state.phase.misfit))
-    assert state.phase.contrast is not None
     return found
 
 
 @pytest.mark.parametrize("std", [1e-4, pytest.param(1e-1, marks=pytest.mark.slow)])
-def test_noise_that_buries_the_update_leaves_nothing_to_peel(std: float) -> None:
+def test_noise_that_buries_the_update_leaves_nothing_to_peel(std):
     observation, _ = observe([{"name": "gaussian_noise", "std": std}])
     found = kinds(observation, FactoredInversion(iterations=10))
     assert (StagePeeling in found) == (std < 1e-3)
@@ -47,9 +41,7 @@ def test_noise_that_buries_the_update_leaves_nothing_to_peel(std: float) -> None
     ("std", "expected"),
     [pytest.param(0.01, BodyGradient, marks=pytest.mark.slow), (0.3, WholeGradient)],
 )
-def test_noise_that_drowns_a_shallow_body_leaves_the_whole_update(
-    std: float, expected: type
-) -> None:
+def test_noise_that_drowns_a_shallow_body_leaves_the_whole_update(std, expected):
     observation, _ = observe([{"name": "gaussian_noise", "std": std}], model="convnet")
     state = FactoredInversion().init(observation, Knowledge(), rng.generator(0, "phases"))
     assert type(state.phase.misfit) is expected
@@ -57,7 +49,7 @@ def test_noise_that_drowns_a_shallow_body_leaves_the_whole_update(
 
 
 @pytest.mark.slow
-def test_several_local_steps_of_a_deep_body_are_relaxed_and_not_unrolled() -> None:
+def test_several_local_steps_of_a_deep_body_are_relaxed_and_not_unrolled():
     observation, _ = observe([], steps=2)
     assert kinds(observation, FactoredInversion(iterations=10)) == [Relaxation] * 10
 
@@ -68,16 +60,13 @@ def test_several_local_steps_of_a_deep_body_are_relaxed_and_not_unrolled() -> No
     [([], 400, 13.0), ([{"name": "gaussian_noise", "std": 0.01}], 200, 12.0)],
 )
 def test_a_deep_body_is_peeled_first_and_relaxed_last_and_its_images_come_out(
-    defense: list[dict[str, Any]],
-    iterations: int,
-    least: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    defense, iterations, least, monkeypatch
+):
     """Two photographs behind a ResNet-18."""
     observation, truth = observe(defense)
     phases, step = [], FactoredInversion.step
 
-    def watched(self: FactoredInversion, state: Any) -> Any:
+    def watched(self, state):
         state = step(self, state)
         phases.append(type(state.phase.misfit))
         return state
@@ -87,12 +76,11 @@ def test_a_deep_body_is_peeled_first_and_relaxed_last_and_its_images_come_out(
     if not defense:
         assert phases == [StagePeeling] * 140 + [PartGradient] * 160 + [Relaxation] * 100
     images = result.reconstruction.images
-    assert images is not None
     error = (images[:, None] - truth.images[None]).square().flatten(2).mean(2).min(1).values
     assert float(-10 * error.log10().mean()) > least
 
 
-def public(observation: Observation) -> Knowledge:
+def public(observation):
     images, _ = example_batch(30, observation.model.input_shape)
     return hand_over(
         observation, None, Grant.least(public="test"), Public(images=(images * 255).byte())
@@ -100,17 +88,16 @@ def public(observation: Observation) -> Knowledge:
 
 
 @pytest.mark.parametrize("std", [pytest.param(1e-2, marks=pytest.mark.slow), 0.3])
-def test_public_images_tell_of_features_where_these_are_known(std: float) -> None:
+def test_public_images_tell_of_features_where_these_are_known(std):
     observation, _ = observe([{"name": "gaussian_noise", "std": std}], model="convnet")
     state = FactoredInversion().init(observation, public(observation), rng.generator(0, "phases"))
-    assert state.phases.distribution is not None
     apart = not torch.equal(*state.phases.distribution.means)
     assert apart == (state.phase.features is not None) == (std < 0.1)
     assert torch.equal(state.images, state.phases.distribution.means)
 
 
-def test_contrast_is_seen_where_the_first_layer_has_a_bias_or_no_norm_layer() -> None:
-    def seen(norm: str, mode: Literal["train", "eval"], **model: Any) -> float:
+def test_contrast_is_seen_where_the_first_layer_has_a_bias_or_no_norm_layer():
+    def seen(norm, mode, **model):
         observation, _ = observe([], norm=norm, mode=mode, **model)
         stream = rng.generator(0, "stages")
         return StagedBody(observation, 2, stream, width=0.0).contrast_seen
@@ -122,7 +109,7 @@ def test_contrast_is_seen_where_the_first_layer_has_a_bias_or_no_norm_layer() ->
     assert seen("none", "train", model="convnet") > 1
 
 
-def test_exposed_images_are_those_of_any_contrast() -> None:
+def test_exposed_images_are_those_of_any_contrast():
     low, high = torch.full((3, 1, 1), -2.0), torch.full((3, 1, 1), 2.5)
     images = torch.rand(4, 3, 32, 32, generator=rng.generator(0, "exposed")) * 4.5 - 2
     found = expose(images, (low, high))
@@ -132,7 +119,7 @@ def test_exposed_images_are_those_of_any_contrast() -> None:
     assert torch.equal(expose(torch.zeros(1, 3, 4, 4), (low, high)), torch.zeros(1, 3, 4, 4))
 
 
-def test_the_less_an_image_is_told_the_less_contrast_it_gets() -> None:
+def test_the_less_an_image_is_told_the_less_contrast_it_gets():
     assert trusted_contrast(0.0) == 1
     assert 1 > trusted_contrast(0.3) > trusted_contrast(0.6) > trusted_contrast(0.99) > 0
     assert trusted_contrast(1.0) == trusted_contrast(1.2) == 0  # an estimate may exceed all
@@ -142,7 +129,7 @@ def test_the_less_an_image_is_told_the_less_contrast_it_gets() -> None:
 
 
 @pytest.mark.parametrize("std", [0.0, 1e-3, 0.1])
-def test_the_noise_in_a_part_is_found(std: float) -> None:
+def test_the_noise_in_a_part_is_found(std):
     defense = [{"name": "gaussian_noise", "std": std}] if std else []
     clear, _ = observe([])
     observation, _ = observe(defense)
@@ -164,9 +151,7 @@ def test_the_noise_in_a_part_is_found(std: float) -> None:
         ("none", 0.3, None),
     ],
 )
-def test_contrast_that_total_variation_takes_is_given_back(
-    norm: str, std: float, contrast: float | None
-) -> None:
+def test_contrast_that_total_variation_takes_is_given_back(norm, std, contrast):
     """Where noise asks for much of it and group norm leaves contrast hard to see."""
     defense = [{"name": "gaussian_noise", "std": std}] if std else []
     observation, _ = observe(defense, norm=norm, model="convnet")
@@ -174,7 +159,6 @@ def test_contrast_that_total_variation_takes_is_given_back(
     state = attack.step(attack.init(observation, Knowledge(), rng.generator(0, "phases")))
     assert state.phase.contrast == contrast
     images = attack.postprocess(state).images
-    assert images is not None
     box = state.matching.box
     shown = expose(state.best, box) if contrast else state.best
     torch.testing.assert_close(images, state.matching.pixels(shown))

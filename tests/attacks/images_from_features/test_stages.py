@@ -1,20 +1,15 @@
 """Bodies in stages, peeled or relaxed, and later steps: zero at the truth, and led there."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
-
 import pytest
 import torch
 from deep_victims import HEAD, VICTIMS, observe, of, photos
-from torch import Tensor
 
 from fedsim import rng
 from fedsim.models.base import normalize
 from fedsim.models.local import gradient, loss_function
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
-from fedsim.types import GroundTruth, LocalTraining, Observation
+from fedsim.types import LocalTraining
 from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.images_from_features._body_gradient import (
     LaterSteps,
@@ -24,14 +19,12 @@ from fedsim_attacks.images_from_features._body_gradient import (
 from fedsim_attacks.images_from_features._heads import signals
 from fedsim_attacks.images_from_features._stages import (
     Relaxation,
-    Stage,
     StagedBody,
     StageInputs,
-    StagePeeling,
 )
 
 
-def maps(cut: list[Stage], observation: Observation, truth: GroundTruth) -> list[Tensor]:
+def maps(cut, observation, truth):
     """What goes into each stage of the true images, and what comes out of the last."""
     found = [normalize(truth.images, observation.model)]
     with torch.no_grad():
@@ -40,14 +33,13 @@ def maps(cut: list[Stage], observation: Observation, truth: GroundTruth) -> list
     return found
 
 
-def test_stages_are_the_body() -> None:
+def test_stages_are_the_body():
     observation, truth = observe([])
     _, cut = of(observation)
     assert len(cut) > 4
     names = [name for stage in cut for name, _ in stage.part.parameters]
     assert names == [name for name in observation.parameters if name.startswith("body.")]
     found = maps(cut, observation, truth)
-    assert truth.features is not None
     torch.testing.assert_close(found[-1].flatten(1), truth.features, rtol=1e-4, atol=1e-4)
     assert [stage.shape for stage in cut] == [each.shape for each in found[:-1]]
     assert [stage.positive for stage in cut] == [False] + [True] * (len(cut) - 1)
@@ -61,27 +53,21 @@ def test_stages_are_the_body() -> None:
     ],
     ids=["more unknown than known", "features made of what comes out"],
 )
-def test_what_is_not_determined_is_not_cut(
-    model: str, count: int, parameters: dict[str, Any]
-) -> None:
+def test_what_is_not_determined_is_not_cut(model, count, parameters):
     observation, truth = observe([], count, model=model, **parameters)
     _, cut = of(observation)
     assert len(cut) == 1
-    assert truth.features is not None
     found = maps(cut, observation, truth)[-1]
     torch.testing.assert_close(found.flatten(1), truth.features, rtol=1e-4, atol=1e-4)
 
 
 @VICTIMS
-def test_every_stage_is_zero_at_the_truth(
-    defense: list[dict[str, Any]], mode: Literal["train", "eval"], norm: str
-) -> None:
+def test_every_stage_is_zero_at_the_truth(defense, mode, norm):
     """Outputs, error signals and gradients fit, and each stage poses the one before."""
     # Of two images on maps of one pixel, batch norm in train mode leaves signs.
     observation, truth = observe(defense, 4, mode, norm=norm)
     body, cut = of(observation, width=1.0)
     found = maps(cut, observation, truth)
-    assert truth.features is not None
     known = signals(observation, truth.features)
     target = StageTarget(truth.features, known.errors, known.scale)
     for i in reversed(range(len(cut))):
@@ -96,39 +82,8 @@ def test_every_stage_is_zero_at_the_truth(
         target = gradient.pull_back(found[i])
 
 
-@pytest.mark.slow
-def test_peeling_finds_what_went_into_every_stage() -> None:
-    """Up to a factor for each image behind norm layers; from inputs drawn at random."""
-    observation, truth = observe([])
-    _, cut = of(observation)
-    true = maps(cut, observation, truth)
-    assert truth.features is not None
-    known, stream = signals(observation, truth.features), rng.generator(0, "peeling")
-    staged = StagedBody(observation, 2, stream, width=1.0)
-    target = StageTarget(truth.features, known.errors, known.scale)
-    peeling = StagePeeling(observation, staged, target, stream, steps=400)
-    losses = [float(peeling.step()) for _ in range(400)]
-    assert peeling.unexplained <= min(losses[-20:])
-    assert peeling.unexplained < 0.05
-    assert len(peeling.maps) == len(cut) - 1
-    for found, wanted in zip(peeling.maps, true[1:], strict=False):
-        one, other = found.flatten(1), wanted.flatten(1)
-        along = (one * other).sum(1) / one.norm(dim=1) / other.norm(dim=1)
-        assert float(along.min()) > 0.97
-
-
-def relaxation(
-    observation: Observation,
-    truth: GroundTruth,
-    images: Tensor,
-    maps: list[Tensor],
-    steps: int = 1,
-    width: float = 0.0,
-    noise: float = 0.0,
-    later: LaterSteps | None = None,
-) -> tuple[Relaxation, list[Tensor]]:
+def relaxation(observation, truth, images, maps, steps=1, width=0.0, noise=0.0, later=None):
     """And the true images and maps."""
-    assert truth.features is not None
     stream = rng.generator(0, "stages")
     staged = StagedBody(observation, observation.num_images, stream, width=width)
     known = signals(observation, truth.features)
@@ -145,9 +100,7 @@ def relaxation(
 
 
 @VICTIMS
-def test_relaxed_stages_are_zero_at_the_truth(
-    defense: list[dict[str, Any]], mode: Literal["train", "eval"], norm: str
-) -> None:
+def test_relaxed_stages_are_zero_at_the_truth(defense, mode, norm):
     observation, truth = observe(defense, 4, mode, norm=norm)
     images = normalize(truth.images, observation.model)
     right, true = relaxation(observation, truth, images, [])
@@ -165,7 +118,7 @@ def test_relaxed_stages_are_zero_at_the_truth(
         pytest.param([{"name": "clip", "norm": 1e-3}], "group", marks=pytest.mark.slow),
     ],
 )
-def test_what_later_steps_add_is_simulated(defense: list[dict[str, Any]], norm: str) -> None:
+def test_what_later_steps_add_is_simulated(defense, norm):
     """An update of three steps is no gradient; corrected at the truth, nothing is left of it."""
     observation, truth = observe(defense, 4, norm=norm, steps=3, lr=5e-4)
     images = normalize(truth.images, observation.model)
@@ -183,9 +136,9 @@ def test_what_later_steps_add_is_simulated(defense: list[dict[str, Any]], norm: 
     assert float(again(images).update) < 1e-4 * before
 
 
-def observe_steps(**training: Any) -> tuple[Observation, GroundTruth]:
+def observe_steps(**training):
     """Four photographs in steps of 0.05."""
-    fields: dict[str, Any] = {"algorithm": "fedavg", "steps": 3, "batch_size": 4, "lr": 0.05}
+    fields = {"algorithm": "fedavg", "steps": 3, "batch_size": 4, "lr": 0.05}
     return make_observation(
         *photos(4),
         model="convnet",
@@ -194,7 +147,7 @@ def observe_steps(**training: Any) -> tuple[Observation, GroundTruth]:
     )
 
 
-def first_gradient(observation: Observation, truth: GroundTruth) -> dict[str, Tensor]:
+def first_gradient(observation, truth):
     loss = loss_function(rebuild(observation), dict(observation.buffers), observation.training)
     images = normalize(truth.images, observation.model)
     return gradient(loss, dict(observation.parameters), images, truth.labels)
@@ -209,7 +162,7 @@ def first_gradient(observation: Observation, truth: GroundTruth) -> dict[str, Te
     ],
     ids=["same batch", "momentum", "batches of their own"],
 )
-def test_first_and_later_steps_are_the_update(training: dict[str, Any], share: float) -> None:
+def test_first_and_later_steps_are_the_update(training, share):
     observation, truth = observe_steps(**training)
     later = LaterSteps(observation, truth.labels)
     assert later.share == pytest.approx(share)

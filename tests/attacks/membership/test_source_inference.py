@@ -1,17 +1,14 @@
 """Which client holds a record: exact evidence, single updates, sums, and what cannot be told."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge, SourceRecords
 from fedsim.testing import make_observation
-from fedsim.types import LocalTraining, Observation
+from fedsim.types import LocalTraining
 from fedsim_attacks.membership._presence_fit import (
     InnerProducts,
     _compute_evidence,
@@ -24,7 +21,7 @@ HELD = 12
 """Number of records of each client."""
 
 
-def federation(*rounds: tuple[int, ...], clients: int = 4) -> tuple[SourceRecords, Tensor]:
+def federation(*rounds, clients=4):
     """Returns records with the mean update of each of `rounds`' clients, and who holds each."""
     stream = torch.Generator().manual_seed(3)
     images = torch.rand(clients * HELD, 1, 8, 8, generator=stream)
@@ -40,9 +37,7 @@ def federation(*rounds: tuple[int, ...], clients: int = 4) -> tuple[SourceRecord
     return records, source[shuffled]
 
 
-def mean_of(
-    images: Tensor, labels: Tensor, source: Tensor, own: tuple[int, ...], number: int
-) -> Observation:
+def mean_of(images, labels, source, own, number):
     """Returns the mean update of the clients `own`, of 3 steps over all that they hold."""
     held = torch.isin(source, torch.tensor(own))
     observation, _ = make_observation(
@@ -58,14 +53,14 @@ def mean_of(
     return replace(observation, round=number)
 
 
-def accuracy(records: SourceRecords, source: Tensor, **parameters: object) -> float:
+def accuracy(records, source, **parameters):
     attack = SourceInference.model_validate(parameters)
     found = solve(attack, records.seen[-1], Knowledge(records=records), 0).reconstruction
     return float((found.more["source"].argmax(1) == source).double().mean())
 
 
 @pytest.mark.parametrize("excess", [1.0, 3.0])
-def test_evidence_is_the_likelihood_ratio_of_the_linear_model(excess: float) -> None:
+def test_evidence_is_the_likelihood_ratio_of_the_linear_model(excess):
     """Compared with normal densities whose covariances are written out."""
     stream = torch.Generator().manual_seed(1)
     rows = torch.randn(5, 15, generator=stream, dtype=torch.float64)
@@ -90,26 +85,26 @@ def test_evidence_is_the_likelihood_ratio_of_the_linear_model(excess: float) -> 
         torch.testing.assert_close(found[i], expected)
 
 
-def test_excess_is_the_variance_of_most_scores_whatever_members_score() -> None:
+def test_excess_is_the_variance_of_most_scores_whatever_members_score():
     scores = 3 * torch.randn(4000, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     scores[:100] += 50
     assert _estimate_excess(scores) == pytest.approx(9, rel=0.1)
     assert _estimate_excess(scores / 30) == 1
 
 
-def test_each_clients_own_update_names_it() -> None:
+def test_each_clients_own_update_names_it():
     records, source = federation((0,), (1,), (2,), (3,))
     assert accuracy(records, source) == 1.0
 
 
-def test_losses_name_clients_better_than_chance_and_worse_than_gradients() -> None:
+def test_losses_name_clients_better_than_chance_and_worse_than_gradients():
     records, source = federation((0,), (1,), (2,), (3,))
     # All four are of one round, so that losses compare.
     together = replace(records, seen=tuple(replace(each, round=1) for each in records.seen))
     assert 0.3 < accuracy(together, source, evidence="losses") < 1.0
 
 
-def test_losses_name_no_client_for_how_often_it_took_part() -> None:
+def test_losses_name_no_client_for_how_often_it_took_part():
     """A client seen in each round three times over has the scores that it has seen once."""
     records, _ = federation((0,), (1,), (2,), (3,))
     once = replace(records, seen=tuple(replace(each, round=1) for each in records.seen))
@@ -129,13 +124,13 @@ def test_losses_name_no_client_for_how_often_it_took_part() -> None:
     assert bool((scores[1][:2] < 1.5 * scores[0][:2]).all())
 
 
-def test_sums_of_different_clients_name_single_ones() -> None:
+def test_sums_of_different_clients_name_single_ones():
     """Every client has a set of rounds of its own: presence and absence name it."""
     records, source = federation((0, 1), (0, 2), (1, 2), (2, 3))
     assert accuracy(records, source) > 0.9
 
 
-def test_clients_that_always_take_part_together_are_a_tie() -> None:
+def test_clients_that_always_take_part_together_are_a_tie():
     records, source = federation((0, 1), (2, 3))
     found = solve(SourceInference(), records.seen[-1], Knowledge(records=records), 0)
     scores = found.reconstruction.more["source"]
@@ -145,15 +140,13 @@ def test_clients_that_always_take_part_together_are_a_tie() -> None:
 
 
 @pytest.mark.parametrize("rounds", [((0, 1),), ((0, 1), (0, 1)), ((0,),)])
-def test_the_same_clients_in_each_round_cannot_be_told_apart(
-    rounds: tuple[tuple[int, ...]],
-) -> None:
+def test_the_same_clients_in_each_round_cannot_be_told_apart(rounds):
     records, _ = federation(*rounds)
     with pytest.raises(AttackFailed, match="same clients took part"):
         solve(SourceInference(), records.seen[-1], Knowledge(records=records), 0)
 
 
-def test_losses_of_sums_and_missing_records_are_refused() -> None:
+def test_losses_of_sums_and_missing_records_are_refused():
     records, _ = federation((0, 1), (2,))
     with pytest.raises(AttackFailed, match="no model of a single client"):
         solve(SourceInference(evidence="losses"), records.seen[-1], Knowledge(records=records), 0)

@@ -1,23 +1,20 @@
 """The score test on known answers, a control without members, and what it reads of a defense."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge, MembershipCandidates
 from fedsim.targets.membership import membership_auc
 from fedsim.testing import make_observation
-from fedsim.types import Algorithm, LocalTraining, Observation
+from fedsim.types import LocalTraining
 from fedsim_attacks.membership._presence_fit import InnerProducts
 from fedsim_attacks.membership.update_membership import UpdateMembership
 
 
-def problem(count: int = 6, entries: int = 15) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def problem(count=6, entries=15):
     """Returns random gradients (count, entries), a vector, means and variances."""
     stream = torch.Generator().manual_seed(1)
     rows = torch.randn(count, entries, generator=stream, dtype=torch.float64)
@@ -26,7 +23,7 @@ def problem(count: int = 6, entries: int = 15) -> tuple[Tensor, Tensor, Tensor, 
     return rows, vector, mean, variance + 0.1
 
 
-def test_scores_are_the_exact_score_test_of_the_linear_model() -> None:
+def test_scores_are_the_exact_score_test_of_the_linear_model():
     rows, vector, mean, variance = problem()
     products = InnerProducts(
         gram=rows @ rows.T, inner=rows @ vector, energy=float(vector @ vector), entries=15
@@ -46,7 +43,7 @@ def test_scores_are_the_exact_score_test_of_the_linear_model() -> None:
     assert fit.log_likelihood - other.log_likelihood == pytest.approx(float(difference))
 
 
-def asked(members: int, others: int, **changes: object) -> tuple[Observation, Knowledge, Tensor]:
+def asked(members, others, **changes):
     """Returns an update of random images, candidates, and which of these are members.
 
     With `members` 0 no candidate took part in the update.
@@ -61,7 +58,7 @@ def asked(members: int, others: int, **changes: object) -> tuple[Observation, Kn
         model="mlp",
         model_parameters={"hidden": [16]},
         num_classes=4,
-        **changes,  # type: ignore[arg-type]
+        **changes,
     )
     known = MembershipCandidates(
         inputs=images[: members + others], labels=labels[: members + others], seen=(observation,)
@@ -70,7 +67,7 @@ def asked(members: int, others: int, **changes: object) -> tuple[Observation, Kn
 
 
 @pytest.mark.parametrize(("algorithm", "steps"), [("fedsgd", 1), ("fedavg", 1), ("fedavg", 3)])
-def test_members_without_a_defense_are_told_exactly(algorithm: Algorithm, steps: int) -> None:
+def test_members_without_a_defense_are_told_exactly(algorithm, steps):
     """A gradient points along those of members, a change of weights against them."""
     training = LocalTraining(algorithm=algorithm, steps=steps, batch_size=30 // steps, lr=0.1)
     observation, knowledge, members = asked(30, 30, training=training)
@@ -78,19 +75,16 @@ def test_members_without_a_defense_are_told_exactly(algorithm: Algorithm, steps:
     assert found is not None and membership_auc(found, members) == 1.0
 
 
-def test_sums_count_by_the_share_of_the_clients_asked_about_in_them() -> None:
+def test_sums_count_by_the_share_of_the_clients_asked_about_in_them():
     """A round without any of them says nothing of them, and one of half of them half as much."""
     own, knowledge, _ = asked(30, 30)
     other, *_ = asked(0, 60)
     whole = replace(own, client=-1, participants=(0, 1))
-    assert knowledge.candidates is not None
 
-    def scores(*seen: Observation) -> Tensor:
-        candidates = replace(knowledge.candidates, seen=seen)  # type: ignore[type-var]
+    def scores(*seen):
+        candidates = replace(knowledge.candidates, seen=seen)
         known = replace(knowledge, candidates=candidates)
-        found = solve(UpdateMembership(), whole, known, 0).reconstruction.membership
-        assert found is not None
-        return found
+        return solve(UpdateMembership(), whole, known, 0).reconstruction.membership
 
     alone, half = scores(whole), replace(other, client=-1, participants=(1, 2))
     absent = replace(half, participants=(2, 3))
@@ -98,10 +92,9 @@ def test_sums_count_by_the_share_of_the_clients_asked_about_in_them() -> None:
     torch.testing.assert_close(scores(half, whole), (2 * alone + scores(half)) / 5**0.5)
 
 
-def test_without_members_the_scores_know_nothing() -> None:
+def test_without_members_the_scores_know_nothing():
     observation, knowledge, _ = asked(0, 400)
     found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
-    assert found is not None
     coins = torch.rand(400, generator=torch.Generator().manual_seed(0)) < 0.5
     auc = membership_auc(found, coins)
     # Four standard deviations of the AUC of 200 against 200 exchangeable scores.
@@ -116,37 +109,31 @@ def test_without_members_the_scores_know_nothing() -> None:
         ([{"name": "gaussian_noise", "std": 0.01}], 0.7),
     ],
 )
-def test_members_are_told_behind_weak_defenses(
-    defense: list[dict[str, object]], least: float
-) -> None:
+def test_members_are_told_behind_weak_defenses(defense, least):
     observation, knowledge, members = asked(30, 30, defense=defense)
     found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
-    assert found is not None
     auc = membership_auc(found, members)
     assert isinstance(auc, float) and auc >= least
 
 
 @pytest.mark.parametrize("std", [0.02, 0.2])
-def test_scores_of_others_have_unit_spread_behind_declared_noise(std: float) -> None:
+def test_scores_of_others_have_unit_spread_behind_declared_noise(std):
     observation, knowledge, members = asked(
         60, 200, defense=[{"name": "gaussian_noise", "std": std}]
     )
     found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
-    assert found is not None
     # Their mean lies below 0: the model expects half of every candidate. Three standard deviations
     # of the spread of 200 scores.
     assert float(found[~members].std()) == pytest.approx(1.0, abs=3 / 400**0.5)
 
 
-def test_rounds_add_up_and_no_candidates_are_a_stated_failure() -> None:
+def test_rounds_add_up_and_no_candidates_are_a_stated_failure():
     observation, knowledge, _ = asked(10, 10)
-    assert knowledge.candidates is not None
     twice = replace(knowledge.candidates, seen=(observation, observation))
     one, two = (
         solve(UpdateMembership(), observation, Knowledge(candidates=c), 0).reconstruction
         for c in (knowledge.candidates, twice)
     )
-    assert one.membership is not None and two.membership is not None
     torch.testing.assert_close(two.membership, one.membership * 2**0.5)
     with pytest.raises(AttackFailed, match="no candidates"):
         solve(UpdateMembership(), observation, Knowledge(), 0)

@@ -20,7 +20,6 @@ class BackwardsGrid(LocalGrid):
     """Works off a round's messages in reverse order."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-        """See Grid."""
         return super().pull_messages(reversed(list(message_ids)))
 
 
@@ -33,7 +32,6 @@ class Backwards(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """See `FlowerEngine`."""
         workload = job.workload()
         federation = workload.scenario
         clients = client_app.build(job, workload)

@@ -26,11 +26,9 @@ class Bottleneck(ModelDefense):
     """Factor of the divergence from N(0, I) in the loss."""
 
     def wrap(self, body: nn.Module, head: nn.Module, features: int) -> tuple[nn.Module, nn.Module]:
-        """Puts the bottleneck behind the body; the head meets as many features as before."""
         return nn.Sequential(body, _Layer(features, self.size, self.weight)), head
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Features are drawn anew for every batch."""
         return Effect(drawn=training.mode == "train")
 
 
@@ -43,7 +41,6 @@ class _Layer(LossTerm):
         self._divergence = torch.zeros(())
 
     def forward(self, features: Tensor) -> Tensor:
-        """Maps (B, ...) to (B, d): encodes, draws, decodes."""
         mean, log_variance = self.encoder(features.flatten(1)).chunk(2, dim=1)
         each = (mean.square() + log_variance.exp() - log_variance - 1).sum(1) / 2
         self._divergence = each.mean()
@@ -52,5 +49,4 @@ class _Layer(LossTerm):
         return decoded
 
     def loss_term(self) -> Tensor:
-        """Returns the weighted divergence of the last batch."""
         return self.weight * self._divergence

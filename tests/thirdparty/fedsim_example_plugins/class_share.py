@@ -44,12 +44,10 @@ class ClassShare(Target):
     )
 
     def leave(self, batch: Truth, held: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
-        """Leaves the share among all that the client holds."""
         _, labels = held()
         return (labels == 0).double().mean().reshape(1)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Answers that no example or every one is of the class, as likely as not: a half."""
         if request.found is not None and self.answer_of(request.found) is None:
             return None
         half = self.compare(torch.tensor([0.5]), request.truth, aids)
@@ -70,19 +68,15 @@ class ShareInference(Attack[BiasRead]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> BiasRead:
-        """Takes the mean prediction of an untrained model, less the gradient."""
         bias = [tensor for tensor in observation.update.values() if tensor.ndim == 1][-1]
         share = (1 / len(bias) - bias[:1]).clamp(0, 1)
         return BiasRead(share=share, loss=torch.zeros(()))
 
     def step(self, state: BiasRead) -> BiasRead:
-        """Nothing is left to do."""
         return state
 
     def terminate(self, state: BiasRead) -> bool:
-        """At once."""
         return True
 
     def postprocess(self, state: BiasRead) -> Reconstruction:
-        """Answers the share."""
         return Reconstruction(more={"class_share": state.share}, loss=0.0, iterations=1)

@@ -11,7 +11,6 @@ from fedsim.targets.images import RankedImages
 
 
 def _alike(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns the cosine between the horizontal differences of each pair, (N,)."""
     edges = [images.double().diff(dim=-1).flatten(1) for images in (claimed, truth)]
     lengths = [each.norm(dim=1).clamp_min(1e-12) for each in edges]
     cosine: Tensor = (edges[0] * edges[1]).sum(1) / (lengths[0] * lengths[1])

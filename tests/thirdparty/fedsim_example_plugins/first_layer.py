@@ -38,11 +38,6 @@ class FirstLayer(Attack[FirstLayerState]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> FirstLayerState:
-        """Does all the work: the attack has a closed form.
-
-        Raises:
-            AttackFailed: several images were used, or the model begins otherwise.
-        """
         if observation.num_images != 1:
             raise AttackFailed(f"only one image can be divided out, not {observation.num_images}")
         weight, bias = _first_layer(observation.update, observation.model)
@@ -56,16 +51,13 @@ class FirstLayer(Attack[FirstLayerState]):
         )
 
     def step(self, state: FirstLayerState) -> FirstLayerState:
-        """Nothing is left to do."""
         state.iteration += 1
         return state
 
     def terminate(self, state: FirstLayerState) -> bool:
-        """At once."""
         return True
 
     def postprocess(self, state: FirstLayerState) -> Reconstruction:
-        """The image in pixels."""
         return Reconstruction(
             images=denormalize(state.image, state.model).clamp(0, 1),
             loss=float(state.loss),

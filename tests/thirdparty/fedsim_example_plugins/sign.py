@@ -24,19 +24,15 @@ class Sign(UpdateDefense):
     """Magnitude of every entry sent, in the update's units."""
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Nothing is remembered."""
         return {}
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Zero stays zero."""
         return {name: self.scale * tensor.sign() for name, tensor in update.items()}, state
 
     def effect(self, before: Guarantee) -> Effect:
-        """Of an entry only its sign is left, at a scale that says nothing of the update's."""
         return Effect(rounded=True, scaled=True)
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """None of its own."""
         return before.unproven("sign adds no noise, and its size grows with the model")
