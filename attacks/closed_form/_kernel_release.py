@@ -262,8 +262,6 @@ class KernelPosterior:
     """The posterior of the missing row, with which no known row was matched."""
 
     matched: Matched
-    others: Tensor
-    """(m, d + c): the m known rows, each of d features and c class indicators."""
     learned: bool
     """Whether the prior is fitted to the others; else any unit vector is as likely."""
     alpha: bool
@@ -279,13 +277,9 @@ class KernelPosterior:
         """Returns the released row itself and its classes' probabilities: (d + c,)."""
         return torch.cat([self.matched.model.rows[-1], self._classes()])
 
-    def loss(self) -> Tensor:
-        """Returns the negative log-likelihood of the match."""
-        return -self.matched.model.rows.new_tensor(self.matched.likelihood)
-
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
         """Estimates the posterior mean (d + c,) from `samples` draws; `maxima` is not used."""
-        prior = class_prior(self.others, self._dimension, self.learned)
+        prior = class_prior(self.matched.others, self._dimension, self.learned)
         row = posterior_mean(self.matched, prior, self.alpha, samples, rng)
         return self.scale_rows(torch.cat([row, self._classes()])[None])[0]
 
@@ -296,7 +290,7 @@ class KernelPosterior:
     def _classes(self) -> Tensor:
         if self.alpha:
             return self.matched.model.labels[-1]
-        return class_prior(self.others, self._dimension, self.learned).shares
+        return class_prior(self.matched.others, self._dimension, self.learned).shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,11 +397,7 @@ def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
 
 
 def posterior_mean(
-    matched: Matched,
-    prior: ClassPrior,
-    alpha: bool,
-    samples: int,
-    generator: torch.Generator,
+    matched: Matched, prior: ClassPrior, alpha: bool, samples: int, generator: torch.Generator
 ) -> Tensor:
     """Estimates the missing row's features (d,), the mean of their posterior."""
     model = matched.model

@@ -3,13 +3,11 @@
 Q_j = sym(A_j S) with A_j = X' diag(α_j) X, a matrix for each class j. With S positive definite A_j
 is the only solution of a Lyapunov equation. All A_j are diagonal in the same rows, so that the rows
 are eigenvectors of one mixture of the A_j over another (Leurgans, Ross and Abel, A Decomposition
-for Three-Way Arrays, SIAM J. Matrix Anal. Appl. 1993). It takes independent rows, of which there
-can be no more than entries in a row, and coefficients of which no two rows' are proportional. Of a
-row the length and the sign remain open: s x with α / s² predict the same.
+for Three-Way Arrays, SIAM J. Matrix Anal. Appl. 1993). It takes independent rows and coefficients
+of which no two rows' are proportional. Of a row the length and the sign remain open.
 
 Who knows all rows but one, as they are, needs neither: less what the known x_i x_i' span, every A_j
-is a multiple of one matrix, the same part of the missing x x', which Gauss-Newton steps find. That
-takes known rows fewer than x x' has entries that differ, by more than x has.
+is a multiple of one matrix, the same part of the missing x x', which Gauss-Newton steps find.
 """
 
 from __future__ import annotations

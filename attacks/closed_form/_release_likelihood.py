@@ -6,9 +6,8 @@ least squares and e² their squared residual:
 
 - a sketch D'G has r independent columns N(0, K);
 - coefficients of least squares on such a sketch follow a multivariate t distribution with
-  ν = r - d + 1 degrees of freedom, location x̂ and scale e² A^-1 / ν: given the sketch of the
-  features, with covariance e² (B'GG'B)^-1, they are normal, and B'GG'B is Wishart. (The paper of
-  these learners, Lu et al., Lemma 1, has the normal limit for large r alone.)
+  ν = r - d + 1 degrees of freedom, location x̂ and scale e² A^-1 / ν (Lu et al., Lemma 1, have the
+  normal limit for large r alone);
 - `normal_coefficients` are N(x̂, e² A^-1 / r), and `coefficients` are x̂.
 
 Declared Gaussian noise on the release adds to the covariance. Clipping is taken as a scale, that of
@@ -36,8 +35,7 @@ KNOWN: tuple[ReleaseKind, ...] = (
 """The kinds of release whose distribution is known."""
 
 _RIDGE = 1e-10
-"""Share of K's mean eigenvalue, with one row of the largest norm more, that is added to it: K is
-singular with fewer rows than columns, and a sketch then tells the missing direction exactly."""
+"""Share of K's mean eigenvalue that is added to it: K is singular of fewer rows than columns."""
 
 _EXACT = 1e-6
 """Standard deviation at which a release without randomness is compared with what it should be."""

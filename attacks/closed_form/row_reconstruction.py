@@ -4,17 +4,14 @@ Balle, Cherubin and Hayes (S&P 2022) let the adversary of differential privacy, 
 but one, recover the missing one. From coefficients x of least squares that is a closed form (their
 section III): B'Bx - B'b of the known rows is f (t - f'x), the features f of the missing row up to
 the factor that its target t lacks to what x predicts. From a sketch the leading eigenvector of the
-sample covariance, whitened by that of the known rows, is the maximum-likelihood estimate (Tipping
-and Bishop, Probabilistic Principal Component Analysis, JRSS-B 1999), up to its sign. Both are
-starting points here, for the search of the most likely row given the release and what is public.
+whitened sample covariance is the maximum-likelihood estimate (Tipping and Bishop, Probabilistic
+Principal Component Analysis, JRSS-B 1999), up to its sign. Both start a search of the most likely
+row given the release and what is public.
 
-What is returned is the mean of that posterior distribution, which has the least squared error.
-Where a release tells little its highest point may be far from most of it. The mean is found by
-importance sampling (Owen, Monte Carlo Theory, Methods and Examples, 2013, chapter 9) from the prior
-and from normal distributions around the maxima, so that it is right where either is.
-
-A kernel regression (X̃, α̃) holds the row itself, behind noise: nothing is searched, the known rows
-are matched with the released ones, and the mean of the one left over is estimated.
+What is returned is the mean of that posterior distribution, which has the least squared error. It
+is found by importance sampling (Owen, Monte Carlo Theory, Methods and Examples, 2013, chapter 9)
+from the prior and from normal distributions around the maxima, so that it is right where either is.
+A kernel regression (X̃, α̃) holds the row itself, behind noise: nothing is searched.
 """
 
 from __future__ import annotations
@@ -112,8 +109,7 @@ def prior(spec: ReleaseSpec, knowledge: Knowledge, learned: bool) -> Prior:
 
 
 _WIDER = 1.2
-"""Width of the draws around a maximum, over the posterior's width there: importance sampling fails
-where it draws too narrowly."""
+"""Width of draws around a maximum over the posterior's there: too narrow draws mislead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,8 +261,14 @@ class RowReconstruction(Attack[RowSearch]):
         known = release_likelihood(observation, knowledge)
         expected = prior(observation.release, knowledge, self.prior == "others")
         posterior = RowPosterior(likelihood=known, prior=expected)
-        starts = [_clamp(row, expected) for row in (expected.mean, *_estimates(known, expected))]
-        starts = [other for row in starts for other in _with_targets(row, expected)]
+        estimates = (expected.mean, *_estimates(known, expected))
+        starts = [each.nan_to_num().clamp(expected.low, expected.high) for each in estimates]
+        if expected.targets:  # each row with each class as its target
+            starts = [
+                torch.cat([row[:-1], row.new_tensor([target])])
+                for row in starts
+                for target in expected.targets
+            ]
         losses = posterior.loss(torch.stack(starts))
         starts = [starts[i] for i in losses.argsort()[: self.starts].tolist()]
         return RowSearch(
@@ -313,11 +315,11 @@ class RowReconstruction(Attack[RowSearch]):
         model = read_model(observation, known)
         posterior = KernelPosterior(
             matched=match_rows(model, known, self.alpha),
-            others=known,
             learned=self.prior == "others",
             alpha=self.alpha,
         )
-        row, loss = posterior.released_row(), posterior.loss()
+        row = posterior.released_row()
+        loss = -row.new_tensor(posterior.matched.likelihood)
         return RowSearch(
             posterior=posterior, starts=[], candidates=[(loss, row)], rng=rng, loss=loss
         )
@@ -393,14 +395,3 @@ def _residuals(direction: Tensor, coefficients: Tensor, expected: Prior) -> list
         if square >= 0:
             residuals += [(target + sign * square.sqrt()) / 2 for sign in (-1, 1)]
     return [residual for residual in residuals if residual != 0]
-
-
-def _clamp(row: Tensor, expected: Prior) -> Tensor:
-    return row.nan_to_num().clamp(expected.low, expected.high)
-
-
-def _with_targets(row: Tensor, expected: Prior) -> list[Tensor]:
-    """Lists the row with each class as its target; itself if the target is a quantity."""
-    if not expected.targets:
-        return [row]
-    return [torch.cat([row[:-1], row.new_tensor([target])]) for target in expected.targets]

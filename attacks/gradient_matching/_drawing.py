@@ -61,6 +61,11 @@ class Adam:
             maximize=False,
         )
 
+    def descend(self, drawn: Tensor, slope: Tensor, step_size: float) -> None:
+        """Moves the variables that `drawn` is made of against `slope`, the gradient in it."""
+        slopes = torch.autograd.grad(drawn, self.variables, slope)
+        self.step([each.contiguous() for each in slopes], step_size)
+
 
 _COARSEST = 4
 """Least side of a coarse image; below there is only the mean."""
@@ -70,7 +75,7 @@ _COARSEST = 4
 class Pyramid:
     """Adam over images and over coarser ones that are added to them."""
 
-    def __init__(self, images: Tensor, *, betas: tuple[float, float]) -> None:
+    def __init__(self, images: Tensor) -> None:
         """Descends from `images` (N, C, H, W), which it changes in place."""
         self.images = images
         # Halves while both sides are at least 4, and one pixel an image; all start at 0.
@@ -80,7 +85,7 @@ class Pyramid:
             sizes.append((height, width))
             height, width = height // 2, width // 2
         self._coarse = [images.new_zeros(*images.shape[:2], *size) for size in [*sizes, (1, 1)]]
-        self._optimizer = Adam([images, *self._coarse], betas)
+        self._optimizer = Adam([images, *self._coarse], betas=(0.9, 0.99))
 
     def step(self, slope: Tensor, step_size: float) -> None:
         """Takes a step at every resolution against `slope` (N, C, H, W), the images' gradient."""
@@ -297,24 +302,21 @@ class Drawing:
         if settings.canvas != "unet":
             start = torch.randn(count, *spec.input_shape, generator=rng).to(device)
             if settings.canvas == "pyramid":
-                self._pyramid = Pyramid(start.mul_(_PYRAMID_START), betas=(0.9, 0.99))
+                self._pyramid = Pyramid(start.mul_(_PYRAMID_START))
             else:
-                start.requires_grad_()
+                self._adam = Adam([start])
             self._pixels = start
-            variables = [start]
         else:
             told = 0 if features is None else features.shape[1]
             # Layers draw their weights from torch's global stream, which is put back afterwards.
             with streams.global_stream(seed):
                 self._network = UNet(count, spec.input_shape, told, settings.width).to(device)
-            variables = list(self._network.parameters())
+            self._adam = Adam(list(self._network.parameters()))
         self._rate = _RATES[settings.canvas] if settings.rate is None else settings.rate
-        self._variables = variables
-        self._optimizer = self._make_optimizer(self._rate)
         self._settings, self._done = settings, 0
 
     def draw(self) -> Tensor:
-        """Draws normalized images (N, C, H, W), differentiable in the pixels or weights."""
+        """Draws normalized images (N, C, H, W), differentiable in the weights of a U-Net."""
         if self._network is None:
             assert self._pixels is not None
             return self._pixels
@@ -323,31 +325,23 @@ class Drawing:
 
     def copy(self, images: Tensor) -> None:
         """Trains the U-Net for 100 steps to draw normalized `images` (N, C, H, W)."""
-        optimizer = self._make_optimizer(_RATES["unet"])
+        adam = Adam(self._adam.variables)
         for _ in range(_COPYING):
             drawn = self.draw()
-            optimizer.zero_grad()
             # The slope of |drawn - images|² / 2 in what is drawn.
-            torch.autograd.backward(drawn, drawn.detach() - images)
-            optimizer.step()
-
-    def _make_optimizer(self, rate: float) -> torch.optim.Adam:
-        return torch.optim.Adam(self._variables, lr=rate, fused=True)
+            adam.descend(drawn, drawn.detach() - images, _RATES["unet"])
 
     def step(self, drawn: Tensor, slope: Tensor) -> None:
         """Takes a step against `slope`, the gradient in the images `drawn`; pixels stay valid."""
         done = self._done / self._settings.iterations
         fall = half_cosine(done, _FINAL) if self._settings.decay == "cosine" else stepped(done)
         self._done += 1
+        rate = self._rate * fall
         if self._pyramid is not None:
-            self._pyramid.step(slope, self._rate * fall)
+            self._pyramid.step(slope, rate)
+        elif self._pixels is not None:
+            self._adam.step([slope.contiguous()], rate)
         else:
-            self._optimizer.zero_grad()
-            if self._pixels is None:
-                torch.autograd.backward(drawn, slope)
-            else:
-                self._pixels.grad = slope
-            self._optimizer.param_groups[0]["lr"] = self._rate * fall
-            self._optimizer.step()
+            self._adam.descend(drawn, slope, rate)
         if self._pixels is not None:
-            self._pixels.data.clamp_(*self.box)
+            self._pixels.clamp_(*self.box)

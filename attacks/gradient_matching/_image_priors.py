@@ -102,8 +102,7 @@ _VALID = 0.999
 
 
 _INFORMED = 3.0
-"""Factor of the signal-to-noise ratio of the first stage's gradient at which contrast is trusted. A
-factor of 1 gains 0.1 dB on batches of 4 and 8, and costs on batches of 2, which come out better."""
+"""Factor of the first gradient's signal-to-noise ratio at which contrast is trusted."""
 
 
 def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -239,8 +239,7 @@ def orthogonal_distance(
 
 
 ComparedTensors = Literal["all", "body"]
-"""Tensors of an update that are compared: `all`, or those of the `body`, all but the head's: a
-planted head has nearly all of the energy."""
+"""Tensors that are compared: `all`, or those of the `body`, which are all but the head's."""
 
 
 Effects = Literal["ignored", "simulated"]

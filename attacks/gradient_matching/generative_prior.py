@@ -2,12 +2,9 @@
 
 Two methods. With a trained generator: Jeon, Kim, Lee, Oh and Ok, Gradient Inversion with Generative
 Image Prior, NeurIPS 2021 (GIAS). With an untrained one: Zhang et al., Generative Gradient Inversion
-via Over-Parameterized Networks in Federated Learning, ICCV 2023 (GION): the weights of one
-generator for the whole batch, at fixed codes. Step sizes, iterations and width as in their code.
-
-The layout of the generator is that of GION's code: a code becomes a map of the smallest
-resolution, and two convolutions follow at each, between nearest-neighbour enlargements. Group norm
-stands for their batch norm and spectral norm: so an image does not depend on others.
+via Over-Parameterized Networks in Federated Learning, ICCV 2023 (GION), whose layout it has: a code
+becomes a map of the smallest resolution, and two convolutions follow at each, between enlargements.
+Group norm stands for their batch norm and spectral norm: so an image does not depend on others.
 """
 
 from __future__ import annotations
@@ -199,9 +196,6 @@ _LATENT_SHARE = 11
 """One iteration in so many searches the latent space: 500 of 5,500 in the code of Jeon et al."""
 
 
-_WITH_PUBLIC = {"labels": "inferred", "public": "test"}
-
-
 @dataclass(kw_only=True)
 class GeneratorSearch(AttackState):
     """The generators and codes that draw the candidate, and the best so far by own loss."""
@@ -285,7 +279,8 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
 
     def required(self) -> Grant:
         """Returns inferred labels, and public images if a generator is trained on them."""
-        return self.needs if self.training_iterations is None else Grant.least(**_WITH_PUBLIC)
+        public = "none" if self.training_iterations is None else "test"
+        return Grant.least(labels="inferred", public=public)
 
     def brings(self) -> tuple[str, ...]:
         """Returns the name of the public data of a trained generator; else nothing."""

@@ -19,7 +19,7 @@ from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._drawing import half_cosine
+from fedsim_attacks.gradient_matching._drawing import Adam, half_cosine
 from fedsim_attacks.gradient_matching._image_priors import ForwardPrior, total_variation
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
@@ -41,9 +41,8 @@ class Group(AttackState):
     labels: Tensor | None
     """(N,) int64, known or inferred; None where `logits` stand for them."""
     logits: Tensor | None
-    """(N, K) of soft labels, the same for all seeds: so the i-th images of all seeds are of one
-    label, and may be compared. None where labels are granted."""
-    optimizer: torch.optim.Adam
+    """(N, K) of soft labels, the same for all seeds; None where labels are granted."""
+    optimizer: Adam
     rng: torch.Generator
 
     def candidate(self, images: Tensor) -> Candidate:
@@ -105,9 +104,7 @@ class GradInversion(IterativeAttack[Group]):
             images=images,
             labels=labels,
             logits=logits,
-            optimizer=torch.optim.Adam(
-                [images] if logits is None else [images, logits], lr=self.step_size, fused=True
-            ),
+            optimizer=Adam([images] if logits is None else [images, logits]),
             rng=rng,
         )
 
@@ -118,14 +115,12 @@ class GradInversion(IterativeAttack[Group]):
         state.loss = torch.stack(losses).min()
         # Equation 11, whose mean is held fixed within a step.
         pull = consensus_slope(state.images, consensus(state.images, self.reach))
-        state.images.grad = torch.stack(slopes).add_(pull, alpha=self.group)
+        directions = [torch.stack(slopes).add_(pull, alpha=self.group)]
         if state.logits is not None:
             # All seeds share one set of soft labels, whose slope is the seeds' mean.
-            state.logits.grad = torch.stack([slope for (slope,) in logit_slopes]).mean(0)
+            directions.append(torch.stack([slope for (slope,) in logit_slopes]).mean(0))
         rate = self._rate(state.iteration)
-        for part in state.optimizer.param_groups:
-            part["lr"] = rate
-        state.optimizer.step()
+        state.optimizer.step(directions, rate)
         # Langevin noise is in proportion to the step size, and dies out with it.
         if self.noise:
             drawn = torch.randn(state.images.shape, generator=state.rng)

@@ -137,11 +137,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
         matching, candidate = state.matching, state.candidate
         images = candidate.images.detach()
         state.loss, (slope, *rest) = regularized(
-            matching,
-            candidate,
-            state.distance,
-            self.total_variation,
-            VARIATIONS[self.variation],
+            matching, candidate, state.distance, self.total_variation, VARIATIONS[self.variation]
         )
         # Compared without a branch: reading the loss would make a GPU wait in each step.
         better = state.loss < state.best_loss
@@ -149,10 +145,12 @@ class InvertingGradients(IterativeAttack[Inversion]):
         state.best_images = torch.where(better, images, state.best_images)
         targets = candidate.targets().detach()
         state.best_labels = torch.where(better, targets, state.best_labels)
-        # Soft signs end as plain slopes, as tanh(s g) / s goes to g.
-        left = 1 - state.iteration / self.iterations
-        # Signed gradients, as in the authors' code.
-        slope = slope.sign_() if self.signs == "hard" else soft_sign(slope, left)
+        if self.signs == "hard":  # as in the authors' code
+            slope = slope.sign_()
+        else:
+            # Soft signs end as plain slopes, as tanh(s g) / s goes to g.
+            left = 1 - state.iteration / self.iterations
+            slope = (left * slope).tanh_().div_(left)
         state.optimizer.step([slope, *rest], self._rate(state.iteration))
         # `images` is a detached view of the candidate's memory, which is clamped with it.
         images.clamp_(*matching.range)
@@ -192,11 +190,6 @@ class InvertingGradients(IterativeAttack[Inversion]):
             return decayed_step(self.step_size, done, self.iterations)
         rise = min(1.0, (done + 1) / _WARMUP)
         return self.step_size * (rise * half_cosine(done / self.iterations))
-
-
-def soft_sign(slope: Tensor, softness: float) -> Tensor:
-    """Computes tanh(`softness` g) / `softness` of entries g of `slope`: at most 1 / `softness`."""
-    return (softness * slope).tanh_().div_(softness)
 
 
 def tile(images: Tensor, side: int) -> Tensor:

@@ -18,15 +18,8 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import denormalize
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._drawing import (
-    Canvas,
-    Drawing,
-    DrawingSettings,
-)
-from fedsim_attacks.gradient_matching._image_priors import (
-    VARIATIONS,
-    expose,
-)
+from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing, DrawingSettings
+from fedsim_attacks.gradient_matching._image_priors import VARIATIONS, expose
 
 
 @dataclass(kw_only=True)

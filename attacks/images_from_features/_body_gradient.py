@@ -174,8 +174,7 @@ def nonzero_energy(energy: Tensor) -> Tensor:
 
 
 _FROM, _TIMES = 0.4, 30
-"""Share of the iterations after which candidates are near enough to tell what later steps add, and
-number of simulations if they were spread over all iterations."""
+"""Share of the iterations after which candidates are near enough, and number of simulations."""
 
 
 @final
@@ -227,8 +226,7 @@ class Misfit(NamedTuple):
     """Distances of candidates from the observation."""
 
     update: Tensor
-    """|u - t|² / |t|² of a recomputed and the observed update (0-d); of a `WholeGradient` 1 -
-    cosine."""
+    """|u - t|² / |t|² of both updates (0-d); of a `WholeGradient` 1 - cosine."""
     features: Tensor
     """Mean of |x_i - f_i|² / |f_i|² (0-d), of features x_i of candidates and known ones f_i."""
     slope: Tensor

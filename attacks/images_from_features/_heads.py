@@ -229,15 +229,6 @@ def _is_explained_by(classifier: ClassifierGradient, features: Tensor) -> bool:
     return _certificates.is_explained(problem, float(_at(problem, features, 0).losses[0]))
 
 
-def _doubts_of(classifier: ClassifierGradient, features: Tensor) -> Tensor:
-    """Squares the bounds (N,) of relative errors of `features` (N, d); 0 for too many images."""
-    if classifier.excess:
-        return features.new_zeros(len(features))
-    problem = Consistency(classifier)
-    bounds = _certificates.bound_errors(problem, _at(problem, features, 0), 0)
-    return bounds.square().nan_to_num(1)
-
-
 def _is_determined_by(classifier: ClassifierGradient, features: Tensor) -> bool:
     """Says whether noise leaves each image's features nearer to the truth than to another's."""
     if classifier.exact or classifier.excess:
@@ -305,10 +296,13 @@ def are_determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -
 def doubts(head: Head, features: Tensor) -> Tensor:
     """Estimates the squared sine, (N,) in [0, 1], by which each of the `features` (N, d) is off."""
     on_processor = features.cpu()
-    if isinstance(head, ClassifierGradient):
-        found = _doubts_of(head, on_processor)
-    elif head.dropout:
+    # More images than a classifier can tell apart have features of another layer.
+    if head.excess if isinstance(head, ClassifierGradient) else head.dropout:
         found = torch.zeros(len(features))
+    elif isinstance(head, ClassifierGradient):
+        problem = Consistency(head)
+        bounds = _certificates.bound_errors(problem, _at(problem, on_processor, 0), 0)
+        found = bounds.square().nan_to_num(1)
     else:
         objective = Objective(head)
         left = float(objective(on_processor).loss) - objective.noise_floor(head.noise)

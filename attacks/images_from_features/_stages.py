@@ -1,24 +1,18 @@
 """A network's body in stages, each of which its own gradient determines, and descents through them.
 
 Of a stretch of layers whose outputs and error signals are known for every image, the gradient of
-its parameters and the outputs themselves are equations for the maps that went in. Where they are
-enough, the stretch can be inverted on its own: a stage.
-
-Whatever a body's code does between its modules (functions, shortcuts, views), a stretch of it can
-be run on its own: the code runs as it is, but modules called before the stretch answer what they
-once did, the one at whose answer it begins answers what is handed in, and the run is over with the
-answer at which it ends. Where all that follows depends on images through one answer alone,
-stretches put together are the body.
+its parameters and the outputs are equations for the maps that went in. Where they are enough, the
+stretch can be inverted on its own: a stage. Whatever a body's code does between its modules, it
+runs as it is, but modules called before the stretch answer what they once did, the one at whose
+answer it begins answers what is handed in, and the run is over with the answer at which it ends.
 
 A descent over images through a deep body meets the jumps of all its layers at once, and ends far
-away. `StagePeeling` finds what went into one stage after the other, down to the images, up to a
-factor for each image behind a norm layer (Zhu and Blaschko, R-GAP, ICLR 2021, peel layers of one
-image by linear systems). What a stage's gradient leaves open is passed on to the one before, the
-more the more noise there is. `Relaxation` leaves everything open at once: images and the maps
-between stages are variables of their own, and that a map is what the stage before makes of its
-inputs is asked for more and more (the method of auxiliary coordinates of Carreira-Perpiñán and
-Wang, Distributed Optimization of Deeply Nested Systems, AISTATS 2014, for inputs in place of
-weights).
+away. `StagePeeling` finds what went into one stage after the other, down to the images (Zhu and
+Blaschko, R-GAP, ICLR 2021, peel layers of one image by linear systems). What a stage's gradient
+leaves open is passed on to the one before. `Relaxation` leaves everything open at once: images and
+the maps between stages are variables of their own, and that a map is what the stage before makes of
+its inputs is asked for more and more (Carreira-Perpiñán and Wang, Distributed Optimization of
+Deeply Nested Systems, AISTATS 2014, for inputs in place of weights).
 """
 
 from __future__ import annotations
@@ -38,7 +32,7 @@ from fedsim.rng import generator
 from fedsim.types import Observation
 from fedsim_attacks.fast_autograd._second_order import replace_forward
 from fedsim_attacks.fast_autograd._tape import Tape, pays
-from fedsim_attacks.gradient_matching._drawing import half_cosine
+from fedsim_attacks.gradient_matching._drawing import Adam, half_cosine
 from fedsim_attacks.images_from_features._body_gradient import (
     Body,
     LaterSteps,
@@ -370,7 +364,7 @@ class StagePeeling:
         # Maps of random images are too much alike to start from.
         start = _START * stage.size * torch.randn(stage.shape, generator=self._rng)
         self._inputs = (start.abs() if stage.positive else start).to(self._target.outputs.device)
-        self._adam = torch.optim.Adam([self._inputs], betas=(0.9, 0.99), fused=True)
+        self._adam = Adam([self._inputs], betas=(0.9, 0.99))
         self._done, self._best = 0, self._inputs.clone()
         self._best_loss = self._inputs.new_full((), torch.inf)
 
@@ -382,11 +376,9 @@ class StagePeeling:
         better = self._loss < self._best_loss
         self._best_loss = torch.where(better, self._loss, self._best_loss)
         self._best = torch.where(better, self._inputs, self._best)
-        (group,) = self._adam.param_groups
         # Adam's steps are as large as its rate: in units of the inputs they suit every stage.
-        group["lr"] = _STEP * stage.size * half_cosine(self._done / self._steps, _PEELING_END)
-        self._inputs.grad = misfit.slope
-        self._adam.step()
+        rate = _STEP * stage.size * half_cosine(self._done / self._steps, _PEELING_END)
+        self._adam.step([misfit.slope], rate)
         if stage.positive:
             self._inputs.clamp_(min=0)
         self._done += 1
@@ -405,8 +397,8 @@ _RELAXATION_END = 0.005
 _LOOSE = 0.03
 """Weight of maps' relative squared distance at first, in shares of the update's energy."""
 _TIGHT = 100.0
-"""The same at the end, without noise; multiplied by the root of the share without noise. Tighter
-maps carry the noise of all stages into the images, looser ones each fit that of their own."""
+"""The same at the end, without noise: tighter maps carry the noise of all stages into the
+images."""
 _TIGHT_APPROXIMATE = 10.0
 """The same where an update of several steps is taken for one gradient."""
 _FAR, _CLEAR = 1.5, 3.0
@@ -423,8 +415,7 @@ class StageInputs:
     images: Tensor
     """(N, C, H, W), normalized: inputs of the first stage."""
     maps: list[Tensor]
-    """Inputs of all other stages, up to a factor for each image; without any, those that `images`
-    lead to."""
+    """Inputs of all other stages, up to a factor for each image; without any, those of `images`."""
 
 
 @final
@@ -462,11 +453,10 @@ class Relaxation:
         self.maps, distances = self._initial_maps(start, min(_FAR, _CLEAR * clear**0.25))
         self.step_size = _SHARE * distances[0]
         """Step size of images at first, in units of normalized pixels."""
-        sizes = [
+        self._sizes = [
             _SHARE * unknown_distance * stage.size
             for unknown_distance, stage in zip(distances, staged.stages[1:], strict=True)
         ]
-        self._sizes = sizes
         self._adam = torch.optim.Adam([{"params": [each]} for each in self.maps], betas=(0.9, 0.99))
 
     def __call__(self, images: Tensor) -> Misfit:

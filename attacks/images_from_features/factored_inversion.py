@@ -72,8 +72,7 @@ from fedsim_attacks.images_from_features.feature_regression import ImageDistribu
 from fedsim_attacks.labels.label_inference import infer_labels
 
 _FINAL_VARIATION = 0.4
-"""Weight of the total variation at the end, over that of the beginning: it costs contrast, which
-the update restores once the images are nearly right."""
+"""Final weight of the total variation, which costs contrast, over that of the beginning."""
 _ONE_STEP_SHARE = 0.7
 """Share of the iterations that take several steps for one gradient, at a seventh of the cost;
 through a deep body all do, as the descent of a whole one leads away."""
@@ -91,8 +90,7 @@ _MOSTLY_NOISE = 0.9
 _RELAXED_VARIATION = 2.5
 """Weight of the total variation in the descent of all stages, times the usual."""
 _UNSEEN, _FAINT = 1e-3, 0.15
-"""Contrast seen by the first stage (`StagedBody.contrast_seen`) up to which that is nothing, and up
-to which noise hides it."""
+"""`StagedBody.contrast_seen` up to which that is nothing, and up to which noise hides it."""
 _DEEP = 4
 """Stages from which a body is peeled: through fewer, images descend as well from afar."""
 _MAPS = 4.0
@@ -102,8 +100,7 @@ _DOUBT = 10.0
 _LOST = 0.5
 """Unexplained share of a stage from which its maps are worth nothing."""
 _COARSE_VARIATION, _FINE_VARIATION = 15.0, 0.05
-"""Factor of the variation's weight for images from maps, and its last value over its first. A first
-stage alone is descended through smooth images well, and held back by none in the end."""
+"""Factor of the variation's weight for images from maps, and its last value over its first."""
 _WHOLE_VARIATION = 0.03
 """Least weight of the total variation against the cosine distance of the whole update."""
 _DIRECTION_STEP, _DIRECTION_FEATURES = 2.0, 0.1
@@ -113,8 +110,7 @@ _DIRECTION_VARIATION, _DIRECTION_FINAL = 10.0, 0.1
 _LEAST_DISTRIBUTION_WEIGHT = 1e-3
 """Least weight of how unlikely images are by the distribution of public ones."""
 _PRIOR = 0.7
-"""Nats a value by which noise makes an image of total variation 1 less likely than a flat one:
-what the weight of the total variation then follows from."""
+"""Nats a value by which noise makes an image of total variation 1 less likely than a flat one."""
 
 
 @final
@@ -139,8 +135,8 @@ class Phase:
     final_variation: float = _FINAL_VARIATION
     """Weight of the total variation at the end, over that of the beginning."""
     contrast: float | None = None
-    """Share of the contrast that fills valid pixels, in [0, 1], which images get in the end where
-    the misfit hardly sees contrast; None leaves images as they are."""
+    """Share of the contrast that fills valid pixels, which images get in the end; None: they
+    stay."""
 
 
 PhaseMaker = Callable[[Tensor], Phase]
@@ -401,13 +397,7 @@ class Phases:
         )
         step_size = _FINE_STEP * settings.step_size
         return Phase(
-            misfit,
-            iterations,
-            step_size,
-            settings.total_variation,
-            known.labels,
-            weight,
-            features,
+            misfit, iterations, step_size, settings.total_variation, known.labels, weight, features
         )
 
 
@@ -516,7 +506,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
             phases=phases,
             matching=matching,
             images=images,
-            pyramid=_pyramid(images),
+            pyramid=Pyramid(images),
             best=images.clone(),
             best_loss=infinite,
         )
@@ -528,7 +518,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
             state.phases.follow(state.best)
             # Another objective: losses of the phase before say nothing here.
             state.images, state.best_loss = state.best, torch.full_like(state.best_loss, torch.inf)
-            state.pyramid = _pyramid(state.images)
+            state.pyramid = Pyramid(state.images)
         phase, images = state.phase, state.images
         if isinstance(phase.misfit, StagePeeling):
             state.loss = phase.misfit.step()
@@ -580,8 +570,8 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
 
 def _is_altered_direction(observation: Observation) -> bool:
     """Whether a defense altered entries, and the direction still tells all that is used."""
-    # Where directions of tensors are compared, zeros, cuts, rounding and weak noise hardly turn those,
-    # and features that allow for them say less.
+    # Zeros, cuts, rounding and weak noise hardly turn the directions of tensors, and features that
+    # allow for them say less.
     effect = observation.effect
     one = observation.training.steps == 1 and observation.num_clients == 1
     if effect.exact or not effect.known or not one:
@@ -592,7 +582,3 @@ def _is_altered_direction(observation: Observation) -> bool:
         return False
     stream = generator(0, "stages")
     return len(StagedBody(observation, observation.num_images, stream, width=0).stages) < _DEEP
-
-
-def _pyramid(images: Tensor) -> Pyramid:
-    return Pyramid(images, betas=(0.9, 0.99))

@@ -21,17 +21,8 @@ from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._drawing import (
-    Canvas,
-    Decay,
-    Drawing,
-    DrawingSettings,
-)
-from fedsim_attacks.gradient_matching._image_priors import (
-    VARIATIONS,
-    ForwardPrior,
-    KnownFeatures,
-)
+from fedsim_attacks.gradient_matching._drawing import Canvas, Decay, Drawing, DrawingSettings
+from fedsim_attacks.gradient_matching._image_priors import VARIATIONS, ForwardPrior, KnownFeatures
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
     ComparedTensors,
@@ -187,19 +178,19 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
             observation, calls=self.iterations, width=self.jump_width, tensors=self.tensors
         )
 
+        features = told.features
+        if features is not None:  # entries of about 1, as inputs of a network should have
+            features = F.normalize(features, dim=1) * math.sqrt(features.shape[1])
+
         def draw_by(canvas: Canvas, iterations: int, rate: float | None) -> Drawing:
             settings = DrawingSettings(
-                canvas=canvas,
-                iterations=iterations,
-                width=self.width,
-                rate=rate,
-                decay=self.decay,
+                canvas=canvas, iterations=iterations, width=self.width, rate=rate, decay=self.decay
             )
             return Drawing(
                 settings,
                 observation.num_images,
                 observation.model,
-                features=None if told.features is None else _scaled(told.features),
+                features=features,
                 seed=seed,
                 rng=rng,
                 device=matching.device,
@@ -342,8 +333,3 @@ def _ordered(labels: Tensor, head: HeadGradient, features: Tensor) -> Tensor:
     # The assignment of least total error signal: p - y is negative at the label alone.
     _, place = linear_sum_assignment(errors[labels.cpu()].T.numpy())
     return labels[torch.from_numpy(place).to(labels.device)]
-
-
-def _scaled(features: Tensor) -> Tensor:
-    """Scales features to entries of about 1, as inputs of a network should have."""
-    return F.normalize(features, dim=1) * math.sqrt(features.shape[1])

@@ -11,7 +11,6 @@ may be off: a prior.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar, final
 
 import torch
@@ -29,8 +28,7 @@ from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.images_from_features._heads import are_determined, head_of, recover, signals
 
 _SIDE = 16
-"""Side of a distribution's images in pixels, at most: larger ones are averaged to that. Finer
-detail is not in features, and covariances of it are of millions of entries."""
+"""Side of a distribution's images in pixels, at most: finer detail is not in features."""
 _CHUNK = 256
 """Public images at a time: with batch norm in train mode, those whose statistics they share."""
 _STRENGTHS: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(-12, 5))
@@ -38,8 +36,7 @@ _STRENGTHS: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(-12, 5))
 _LEAST_VARIANCE = 1e-3
 """Least variance of a normalized pixel in any direction: rounding and compression."""
 _ROUNDING = 1e-12
-"""Share of the targets' energy: a residual below is the rounding of features and pixels (float32),
-and says nothing of a ridge."""
+"""Share of the targets' energy below which a residual is rounding (float32)."""
 _TIE = 1e-6
 """Relative difference of cross-validated errors up to which they are the same."""
 
@@ -163,19 +160,15 @@ def _ridge(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         # Golub, Heath and Wahba 1979: |residual|² / (trace of what the ridge leaves)².
         return max(residual, rounding) / freedom_left(strength) ** 2
 
-    strength = _strongest_of_the_best(error)
+    errors = {strength: error(strength) for strength in _STRENGTHS}
+    least = min(errors.values())
+    # The strongest of several that are as good.
+    strength = max(s for s, each in errors.items() if each <= (1 + _TIE) * least)
     inverse = values / (values.square() + strength * scale)
     weights = (right.T @ (inverse[:, None] * projected)).to(inputs)
     residuals = targets - inputs @ weights
     # Fitted residuals are too small: divided by what is left of freedom, as of images not seen.
     return weights, residuals / freedom_left(strength)
-
-
-def _strongest_of_the_best(error: Callable[[float], float]) -> float:
-    """Chooses the strength of least `error`: the strongest of several that are as good."""
-    errors = {strength: error(strength) for strength in _STRENGTHS}
-    least = min(errors.values())
-    return max(strength for strength, each in errors.items() if each <= (1 + _TIE) * least)
 
 
 def _precision(samples: Tensor) -> Tensor:
@@ -189,8 +182,7 @@ def _precision(samples: Tensor) -> Tensor:
 
 
 _MIXED = 0.3
-"""Share of their difference that two features may have exchanged: their images are then blends, of
-which the right one is the larger part."""
+"""Share of their difference that two features may have exchanged: images are then blends."""
 
 
 @final

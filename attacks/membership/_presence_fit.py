@@ -29,9 +29,8 @@ class GaussianFit:
     """Holds a fit of the model to one vector."""
 
     scores: Tensor
-    """(n,) z_i = g_i' C_i^-1 x / (g_i' C_i^-1 g_i)^(1/2) of x = v - Σ m_j g_j, where C_i is the
-    covariance of v without the term of i. This is the score test of a_i > m_i. It is 0 where g_i
-    is 0."""
+    """(n,) score test of a_i > m_i: g_i' C_i^-1 x / (g_i' C_i^-1 g_i)^(1/2), or 0 where g_i is 0,
+    of x = v - Σ m_j g_j and the covariance C_i of v without the term of i."""
     precisions: Tensor
     """(n,) g_i' C_i^-1 g_i, the inverse variance of an estimate of a_i."""
     log_likelihood: float

@@ -110,8 +110,12 @@ class _Public:
             drawn = torch.randn(count, standard.shape[1], generator=rng, dtype=torch.float64)
             # Exponential tilting moves the mean of each entry, up or down.
             return torch.softmax(drawn @ standard.T, dim=1)
-        shares = _draw_shares(self.labels, self.values.shape[1], count, rng)
-        chances = shares / torch.bincount(self.labels, minlength=shares.shape[1]).clamp(min=1)
+        held = torch.bincount(self.labels, minlength=self.values.shape[1])
+        # Exponential variables over their sum are Dirichlet(1, ..., 1).
+        drawn = torch.rand(count, len(held), generator=rng, dtype=torch.float64)
+        # No shadow can train on a class without public examples.
+        drawn = -drawn.clamp(min=1e-12).log() * (held > 0)
+        chances = drawn / drawn.sum(1, keepdim=True) / held.clamp(min=1)
         # Class k gets share k in all, whatever number of public examples it has.
         return chances[:, self.labels]
 
@@ -214,15 +218,6 @@ def _of_clients(part: Tensor, each: list[_Estimate], own: list[int]) -> Tensor:
             best = fit, prior * rows.T @ solved
     assert best is not None
     return center + best[1][own]
-
-
-def _draw_shares(labels: Tensor, classes: int, count: int, rng: torch.Generator) -> Tensor:
-    """Returns shares (count, K), uniform over all distributions on classes that are public."""
-    # Exponential variables over their sum are Dirichlet(1, ..., 1).
-    drawn = -torch.rand(count, classes, generator=rng, dtype=torch.float64).clamp(min=1e-12).log()
-    # No shadow can train on a class without public examples.
-    drawn = drawn * (torch.bincount(labels.cpu(), minlength=classes) > 0)
-    return drawn / drawn.sum(1, keepdim=True)
 
 
 def _train(

@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 from fedsim.attacking.knowledge import hand_over_row
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
+from fedsim.contracts.guarantee import Release
 from fedsim.contracts.target import GuessRequest
 from fedsim.learners import ntk
 from fedsim.privacy.membership import auc_limit
@@ -56,20 +57,11 @@ def noise(beta):
 
 def released(parameters=MODEL, defense=(), num_clients=1, seed=0):
     """Of digits, a third of which take part."""
-    digits = load_digits()
-    count = CANDIDATES * num_clients
+    digits, count = load_digits(), CANDIDATES * num_clients
     images = torch.from_numpy(digits.images[:count] * 15.9).to(torch.uint8)[:, None]
-    labels = torch.from_numpy(digits.target[:count]).long()
-    members = torch.arange(count) % 3 == 1
-    return make_kernel_release(
-        images,
-        labels,
-        members,
-        parameters=parameters,
-        defense=defense,
-        num_clients=num_clients,
-        seed=seed,
-    )
+    labels, members = torch.from_numpy(digits.target[:count]).long(), torch.arange(count) % 3 == 1
+    options = {"parameters": parameters, "defense": defense, "num_clients": num_clients}
+    return make_kernel_release(images, labels, members, **options, seed=seed)
 
 
 def answer(attack, case):
@@ -84,14 +76,13 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=stream(seed), dtype=torch.float64)
 
 
-def positive(size, seed=0):
-    factor = normal(size, 2 * size, seed=seed)
-    return factor @ factor.T / size
+def unit(*shape, seed=0):
+    return torch.nn.functional.normalize(normal(*shape, seed=seed), dim=1)
 
 
 def test_a_predictor_is_taken_apart():
     """Into its rows, up to their sign, and its coefficients."""
-    rows = torch.nn.functional.normalize(normal(8, 10), dim=1)
+    rows = unit(8, 10)
     alpha, weights = normal(8, 3, seed=1), normal(15, 10, seed=2)
     form = ntk.quadratic_form(rows, alpha, weights)
     found, coefficients = decompose_form(form, weights.T @ weights / 15, stream())
@@ -105,7 +96,7 @@ def test_a_predictor_is_taken_apart():
 @pytest.mark.parametrize("count", [1, 6, 30])
 def test_who_knows_all_rows_but_one_finds_it_among_many(count):
     """Also where no two coefficients differ, and whatever the last row's are."""
-    rows = torch.nn.functional.normalize(normal(count, 10), dim=1)
+    rows = unit(count, 10)
     weights = normal(15, 10, seed=2)
     smooth = weights.T @ weights / 15
     for alpha in (normal(count, 3, seed=1), torch.ones(count, 3, dtype=torch.float64)):
@@ -117,7 +108,7 @@ def test_who_knows_all_rows_but_one_finds_it_among_many(count):
 
 
 def test_what_known_rows_do_not_leave_is_not_found():
-    rows = torch.nn.functional.normalize(normal(20, 10), dim=1)
+    rows = unit(20, 10)
     form = ntk.quadratic_form(rows, normal(20, 3, seed=1))
     eye = torch.eye(10, dtype=torch.float64)
     noise = normal(3, 10, 10, seed=3)
@@ -128,7 +119,7 @@ def test_what_known_rows_do_not_leave_is_not_found():
     ):
         with pytest.raises(AttackFailed, match="not of the known rows and one other"):
             complete_rows(released, eye, known)
-    many = torch.nn.functional.normalize(normal(50, 10), dim=1)
+    many = unit(50, 10)
     with pytest.raises(AttackFailed, match="too many to see"):
         complete_rows(ntk.quadratic_form(many, normal(50, 3, seed=1)), eye, many[:-1])
 
@@ -143,7 +134,7 @@ def test_what_known_rows_do_not_leave_is_not_found():
     ],
 )
 def test_a_predictor_that_does_not_tell_its_rows_keeps_them(rows, neurons, alike, why):
-    features = torch.nn.functional.normalize(normal(rows, 10), dim=1)
+    features = unit(rows, 10)
     alpha = ntk.one_hot(torch.arange(rows) % 3, 3) if alike else normal(rows, 3, seed=1)
     weights = normal(neurons, 10, seed=2) if neurons else None
     form = ntk.quadratic_form(features, alpha, *([] if weights is None else [weights]))
@@ -158,7 +149,8 @@ def test_labels_are_told_whatever_the_kernel():
     for classes, least in ((10, 1.0), (2, 0.8)):
         labels = torch.arange(40) * 7 % classes
         for seed in range(3):
-            alpha = ntk.fit(positive(40, seed) * 3, ntk.one_hot(labels, classes), 0.5)
+            factor = normal(40, 80, seed=seed)
+            alpha = ntk.fit(factor @ factor.T / 40 * 3, ntk.one_hot(labels, classes), 0.5)
             right = symmetric_labels(alpha).argmax(1) == labels
             assert float(right.double().mean()) >= least
 
@@ -201,35 +193,20 @@ def test_through_opaque_noise_only_the_label_is_seen():
         blind = score(answer(RowReconstruction(alpha=False, samples=50), case), case[1])
         assert blind["row_error"] == pytest.approx(guess["row_error"], rel=0.1)
         assert score(answer(seeing, case), case[1])["label_accuracy"] == 1
-        for attack, into in (
-            (MembershipInference(alpha=False), areas),
-            (MembershipInference(), told),
-        ):
-            into.append(score(answer(attack, case), case[1])["membership_auc"] or 0.0)
+        for alpha, into in ((False, areas), (True, told)):
+            found = answer(MembershipInference(alpha=alpha), case)
+            into.append(score(found, case[1])["membership_auc"])
     # 60 members and 120 others: a coin's area has a standard deviation of 0.046.
     assert sum(areas) / 4 == pytest.approx(0.5, abs=4 * 0.046)
     assert sum(told) / 4 > 0.85
 
 
-def single(seen, mean, std, scale, reach=50):
-    """The posterior mean of one number, known as N(mean, std²), behind Laplace noise."""
-    model = KernelModel(
-        rows=torch.tensor([[seen]], dtype=torch.float64),
-        alpha=torch.ones(1, 1, dtype=torch.float64),
-        labels=torch.ones(1, 1, dtype=torch.float64),
-        scale=scale,
-        bound=reach * scale,
-        draws=math.inf,
-        lift=0.0,
-        ridge=1.0,
-        kernel=torch.eye(1, dtype=torch.float64),
-        clients=1,
-    )
-    like = ClassPrior(
-        means=torch.tensor([[mean]], dtype=torch.float64),
-        covariance=torch.tensor([[std**2]], dtype=torch.float64),
-        shares=torch.ones(1, dtype=torch.float64),
-    )
+def single(seen, scale, reach=50):
+    """The posterior mean of one number, known as N(0.5, 0.7²), behind Laplace noise."""
+    one, bound = torch.ones(1, 1, dtype=torch.float64), reach * scale
+    law = {"draws": math.inf, "lift": 0.0, "ridge": 1.0, "kernel": one, "clients": 1}
+    model = KernelModel(rows=seen * one, alpha=one, labels=one, scale=scale, bound=bound, **law)
+    like = ClassPrior(means=0.5 * one, covariance=0.49 * one, shares=one[0])
     nobody = torch.zeros(0, 2, dtype=torch.float64)
     matched = Matched(model=model, others=nobody, likelihood=0.0)
     return posterior_mean(matched, like, False, 3_000, stream())
@@ -240,17 +217,17 @@ def test_the_mean_is_that_of_quadrature(seen, scale):
     grid = np.linspace(-8, 8, 200_001)
     weights = np.exp(-np.abs(seen - grid) / scale - (grid - 0.5) ** 2 / (2 * 0.49))
     expected = float((grid * weights).sum() / weights.sum())
-    assert float(single(seen, 0.5, 0.7, scale)) == pytest.approx(expected, abs=0.02)
+    assert float(single(seen, scale)) == pytest.approx(expected, abs=0.02)
 
 
 def test_no_row_is_farther_than_the_noise_reaches():
     """Whatever the others are like."""
-    assert float(single(4.0, 0.5, 0.7, 1.0, reach=0.25)) == 3.75
+    assert float(single(4.0, 1.0, reach=0.25)) == 3.75
 
 
 def regression(count, draw, seed=0):
     """(released exactly but for the target's noise, the target's row) of unit rows."""
-    rows = torch.nn.functional.normalize(normal(count, 5, seed=9), dim=1)
+    rows = unit(count, 5, seed=9)
     labels = ntk.one_hot(torch.arange(count) % 3, 3)
     lifted = ntk.kernel(rows, rows) + 0.5 * torch.eye(count, dtype=torch.float64)
     gram = lifted
@@ -311,10 +288,8 @@ def test_the_claim_bounds_what_a_move_by_beta_tells_and_no_more():
     """Of the two ends of the worst move the likelihood ratio stays within (ε, δ). Between two
     images it does not, and rows show no bound."""
     epsilon, delta, beta, d = 1.0, 1e-3, 0.05, 64
-    case = released(
-        MODEL, [{"name": "truncated_laplace", "beta": beta, "epsilon": 1, "delta": delta}]
-    )
-    observation, truth = case
+    laplace = {"name": "truncated_laplace", "beta": beta, "epsilon": 1, "delta": delta}
+    observation, truth = released(MODEL, [laplace])
     target = int(truth.members.nonzero()[0])
     known = known_rows(hand_over_row(truth, target, OTHERS, True))
     model = match_rows(read_model(observation, known), known, True).model
@@ -331,20 +306,12 @@ def test_the_claim_bounds_what_a_move_by_beta_tells_and_no_more():
     row = truth.rows[target, :d]
     worst = row + beta / math.sqrt(d)
     limit = auc_limit(epsilon, delta)
-    assert mechanism.public_parameters(observation_release()) == {
-        "scale": model.scale,
-        "bound": model.bound,
-    }
+    spec = Release(kind="kernel_model", row_norm=1.0, columns=0, features=64)
+    assert mechanism.public_parameters(spec) == {"scale": model.scale, "bound": model.bound}
     assert 0.55 < area(row, worst) <= limit + 5 * 0.5 / math.sqrt(4000)
     stranger = truth.rows[target + 1, :d]
     assert float((stranger - row).norm()) > 5 * beta
     assert area(row, stranger) > limit + 0.1
-
-
-def observation_release():
-    from fedsim.contracts.guarantee import Release
-
-    return Release(kind="kernel_model", row_norm=1.0, columns=0, features=64)
 
 
 def test_the_declared_law_is_that_of_the_noise():
@@ -381,9 +348,7 @@ def test_whoever_was_exchanged_is_withheld():
 
 def test_what_cannot_be_read_is_refused():
     observation, truth = released(MODEL, [{"name": "clip", "norm": 1.0}])
-    with pytest.raises(
-        AttackFailed, match="what the defense of the update does to a kernel regression"
-    ):
+    with pytest.raises(AttackFailed, match="what the defense of the update does to a kernel"):
         ask(RowReconstruction(), observation, truth, OTHERS, 0)
     observation, truth = released(MODEL)
     other = {"features": {"scale": 1.0, "tail": 2.0}}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -15,9 +16,8 @@ from fedsim.testing import make_release
 from fedsim.types import UNKNOWN
 from fedsim_attacks.closed_form._release_likelihood import release_likelihood
 
-ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).clamp(
-    -1, 1
-)
+ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+ROWS.clamp_(-1, 1)
 ALL = torch.ones(len(ROWS), dtype=torch.bool)
 ROW = torch.tensor([[0.9, -0.4, 0.3, -0.8]], dtype=torch.float64)
 WORLDS = torch.cat([torch.zeros_like(ROW), ROW])
@@ -26,15 +26,8 @@ WORLDS = torch.cat([torch.zeros_like(ROW), ROW])
 def observed(learner="sketch", *, clients=1, defense=(), **parameters):
     """A release of `ROWS`, to someone who knows all of them."""
     members = [*defense, *([{"name": "aggregate"}] if clients > 1 else [])]
-    observation, _ = make_release(
-        ROWS,
-        ALL,
-        learner=learner,
-        parameters=parameters,
-        defense=members,
-        num_clients=clients,
-        intercept=False,
-    )
+    case = {"learner": learner, "parameters": parameters, "num_clients": clients}
+    observation, _ = make_release(ROWS, ALL, **case, defense=members, intercept=False)
     return observation, Knowledge(
         grant=Grant.least(rows="others"), other_rows=ROWS.chunk(clients), target_client=0
     )
@@ -57,45 +50,52 @@ def moments(whole):
     return best, features, float(whole[-1, -1] - target @ best)
 
 
-def normal(mean, covariance, at):
-    return float(stats.multivariate_normal(mean.numpy(), covariance.numpy()).logpdf(at.numpy()))
+def of_columns(columns, sigma=0.0):
+    """The ratio of a sketch, whose columns are independent and normal."""
+    with_row, without = (
+        stats.multivariate_normal(np.zeros(4), gram(sigma, row).numpy()) for row in (True, False)
+    )
+    return float((with_row.logpdf(columns.numpy()) - without.logpdf(columns.numpy())).sum())
+
+
+def of_coefficients(observation, law, added=0.0):
+    """The ratio of coefficients, whose law has `added` variance."""
+    densities = []
+    for row in (True, False):
+        best, features, residual = moments(gram(row=row))
+        spread = residual * torch.linalg.inv(features)
+        law_here = law(best.numpy(), (spread + 9 * added * torch.eye(3)).numpy())
+        densities.append(float(law_here.logpdf(observation.update["release"].numpy())))
+    return densities[0] - densities[1]
+
+
+def limit(best, spread):
+    return stats.multivariate_normal(best, spread / 9)
+
+
+def student(best, spread):
+    return stats.multivariate_t(best, spread / 7, df=7)
 
 
 @pytest.mark.parametrize("sigma", [0.0, 1.5])
 def test_a_sketch_has_independent_normal_columns(sigma):
     observation, knowledge = observed(columns=7)
     observation = replace(observation, spec=replace(observation.release, sigma=sigma))
-    columns = observation.update["release"].T
-    expected = sum(
-        normal(torch.zeros(4), gram(sigma, True), column)
-        - normal(torch.zeros(4), gram(sigma), column)
-        for column in columns
-    )
+    expected = of_columns(observation.update["release"].T, sigma)
     assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_sum_of_sketches_is_the_sketch_of_the_union():
     observation, knowledge = observed(columns=7, clients=3)
-    expected = sum(
-        normal(torch.zeros(4), gram(row=True), column) - normal(torch.zeros(4), gram(), column)
-        for column in 3 * observation.update["release"].T
-    )
+    expected = of_columns(3 * observation.update["release"].T)
     assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_coefficients_of_a_sketch_follow_a_multivariate_t():
-    """Not only the limit: at r = 9 and d = 3, by SciPy's density."""
-    observation, knowledge = observed("least_squares", method="als", columns=9)
-    seen, freedom = observation.update["release"], 9 - 3 + 1
-
-    def density(row):
-        best, features, residual = moments(gram(row=row))
-        shape = residual * torch.linalg.inv(features) / freedom
-        return float(
-            stats.multivariate_t(best.numpy(), shape.numpy(), df=freedom).logpdf(seen.numpy())
-        )
-
-    expected = density(True) - density(False)
+@pytest.mark.parametrize(("method", "law"), [("als", student), ("ls", limit)])
+def test_coefficients_follow_a_multivariate_t_or_its_normal_limit(method, law):
+    """At r = 9 and d = 3, of ν = 7 degrees of freedom, by SciPy's density."""
+    observation, knowledge = observed("least_squares", method=method, columns=9)
+    expected = of_coefficients(observation, law)
     assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
@@ -113,18 +113,6 @@ def test_draws_have_that_law():
     assert stats.kstest((distance * 9).numpy(), stats.chi2(3).cdf).pvalue < 1e-6
 
 
-def test_the_normal_limit():
-    observation, knowledge = observed("least_squares", method="ls", columns=9)
-    seen = observation.update["release"]
-
-    def density(row):
-        best, features, residual = moments(gram(row=row))
-        return normal(best, residual * torch.linalg.inv(features) / 9, seen)
-
-    expected = density(True) - density(False)
-    assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
-
-
 def test_of_summed_coefficients_the_others_are_taken_away():
     """Without randomness what is left is the target client's own solution."""
     observation, knowledge = observed("least_squares", method="ols", clients=3)
@@ -136,20 +124,10 @@ def test_of_summed_coefficients_the_others_are_taken_away():
 def test_declared_noise_is_part_of_the_law():
     noise = {"name": "gaussian_noise", "std": 0.7}
     observation, knowledge = observed("least_squares", method="ls", columns=9, defense=(noise,))
-    seen = observation.update["release"]
-
-    def density(row):
-        best, features, residual = moments(gram(row=row))
-        spread = residual * torch.linalg.inv(features) / 9
-        return normal(best, spread + 0.49 * torch.eye(3, dtype=torch.float64), seen)
-
-    expected = density(True) - density(False)
+    expected = of_coefficients(observation, limit, added=0.49)
     assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-5)
     noisy, _ = observed(columns=7, defense=(noise,))
-    expected = sum(
-        normal(torch.zeros(4), gram(0.7, True), column) - normal(torch.zeros(4), gram(0.7), column)
-        for column in noisy.update["release"].T
-    )
+    expected = of_columns(noisy.update["release"].T, 0.7)
     assert ratio(release_likelihood(noisy, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 

@@ -11,8 +11,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
-from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
-from fedsim_attacks.gradient_matching.idlg import IDLG, label_misfit
+from fedsim_attacks.gradient_matching.deep_leakage import IDLG, DeepLeakage, label_misfit
 
 
 def face():

@@ -25,23 +25,20 @@ def stream():
     return rng.generator(0, "test")
 
 
-def own_loss(attack, state, images):
-    """What the attack reports where all its seeds are at normalized `images`."""
-    state.images = images.expand_as(state.images).clone()
-    return attack.postprocess(state).loss
+def known(count, bn="none", **model):
+    observation, truth = make_observation(*example_batch(count), **model)
+    return hand_over(observation, truth, Grant(labels="known", bn=bn)), truth.images
 
 
-@pytest.mark.parametrize("batch_norm", [False, True])
-def test_the_objective_is_zero_at_the_truth_alone(batch_norm):
+@pytest.mark.parametrize(("bn", "model"), [("none", {}), ("exact", BATCH_NORM)])
+def test_the_objective_is_zero_at_the_truth_alone(bn, model):
     """Without the weights of those priors that are not."""
-    observation, truth = make_observation(*example_batch(3), **(BATCH_NORM if batch_norm else {}))
-    seen = hand_over(
-        observation, truth, Grant(labels="known", bn="exact" if batch_norm else "none")
-    )
+    seen, images = known(3, bn, **model)
     attack = GradInversion(iterations=1, seeds=2, **ZERO_AT_TRUTH)
     state = attack.init(*seen, stream())
-    assert own_loss(attack, state, normalize(truth.images, observation.model)) < 1e-6
-    assert own_loss(attack, state, normalize(1 - truth.images, observation.model)) > 1e-2
+    for pixels, low, high in ((images, -1, 1e-6), (1 - images, 1e-2, 100)):
+        state.images = normalize(pixels, seen[0].model).expand_as(state.images).clone()
+        assert low < attack.postprocess(state).loss < high
 
 
 def test_every_term_has_its_slope():
@@ -53,8 +50,7 @@ def test_every_term_has_its_slope():
     (wanted,) = torch.autograd.grad(away.square().mean(1).sqrt().sum(), variable)
     assert torch.allclose(consensus_slope(images, mean), wanted)
 
-    observation, truth = make_observation(*example_batch(3))
-    seen = hand_over(observation, truth, Grant(labels="known"))
+    seen, _ = known(3)
     attack = GradInversion(iterations=1, seeds=1, total_variation=0.3, norm=0.7)
     state = attack.init(*seen, stream())
     (at,) = state.images
@@ -66,8 +62,7 @@ def test_every_term_has_its_slope():
 
 
 def test_the_group_is_pulled_together():
-    observation, truth = make_observation(*example_batch(2))
-    seen = hand_over(observation, truth, Grant(labels="known"))
+    seen, _ = known(2)
     spread = {}
     for weight in (0.0, 10.0):
         attack = GradInversion(iterations=30, seeds=3, group=weight, noise=0.0, warmup=0)
@@ -89,15 +84,11 @@ def test_a_shift_is_undone(shift):
 
 
 def test_the_mean_of_the_seeds_wins_where_its_loss_is_less():
-    observation, truth = make_observation(*example_batch(1))
-    seen = hand_over(observation, truth, Grant(labels="known"))
+    seen, images = known(1)
     attack = GradInversion(iterations=1, seeds=2, reach=0, **ZERO_AT_TRUTH)
     state = attack.init(*seen, stream())
-    right = normalize(truth.images, observation.model)
+    right = normalize(images, seen[0].model)
     away = torch.randn(right.shape, generator=stream())
-    state.images = torch.stack([right + away, right - away])
-    found = attack.postprocess(state)
-    assert torch.allclose(found.images, truth.images, atol=1e-5)
-    state.images = torch.stack([right + away, right])
-    found = attack.postprocess(state)
-    assert torch.allclose(found.images, truth.images, atol=1e-5)
+    for other in (right - away, right):
+        state.images = torch.stack([right + away, other])
+        assert torch.allclose(attack.postprocess(state).images, images, atol=1e-5)

@@ -26,14 +26,14 @@ def test_the_first_step_is_of_full_size_on_every_level():
         (pull,) = torch.autograd.grad(up, level, slope)
         up = F.interpolate(pull.sign(), (16, 16), mode="bilinear", align_corners=False)
         expected = expected - 0.1 * up
-    Pyramid(images, betas=(0.9, 0.99)).step(slope.clone(), 0.1)
+    Pyramid(images).step(slope.clone(), 0.1)
     torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 3, 5, 5), (2, 1, 7, 32), (1, 3, 28, 28)])
 def test_it_reaches_any_image_of_any_size(shape):
     goal, images = draw(*shape), torch.zeros(shape)
-    pyramid = Pyramid(images, betas=(0.9, 0.99))
+    pyramid = Pyramid(images)
     for iteration in range(400):
         pyramid.step(images - goal, 0.1 * (1 - iteration / 400))
     torch.testing.assert_close(images, goal, rtol=0, atol=0.01)

@@ -12,11 +12,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
-from fedsim_attacks.gradient_matching._matching import (
-    Matching,
-    cosine_distance,
-    squared_distance,
-)
+from fedsim_attacks.gradient_matching._matching import Matching, cosine_distance, squared_distance
 
 PLANTED = {"hidden": [12], "head": {"width": 640, "planted": 512}}
 SHORT = {

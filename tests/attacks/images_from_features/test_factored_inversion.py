@@ -43,6 +43,9 @@ def misfit(observation, truth, images, width=0.0):
     return objective(normalize(images, observation.model))
 
 
+LOCAL = {"name": "local_aggregation", "steps": 3, "batches": "same"}
+
+
 @pytest.mark.parametrize(
     "defense",
     [
@@ -50,24 +53,12 @@ def misfit(observation, truth, images, width=0.0):
         [{"name": "clip", "norm": 1e-3}],
         [{"name": "gradient_pruning", "ratio": 0.9}],
         [{"name": "gradient_pruning", "ratio": 0.9, "scope": "tensor"}],
-        [{"name": "local_aggregation", "steps": 3, "batches": "same"}],
-        [
-            {"name": "local_aggregation", "steps": 3, "batches": "same"},
-            {"name": "clip", "norm": 1e-4},
-        ],
+        [LOCAL],
+        [LOCAL, {"name": "clip", "norm": 1e-4}],
         [{"name": "dropout", "rate": 0.5}],
         [{"name": "dropout", "rate": 0.3}, {"name": "clip", "norm": 1e-3}],
     ],
-    ids=[
-        "none",
-        "clip",
-        "pruning",
-        "pruning by tensor",
-        "local steps",
-        "local steps, clip",
-        "dropout",
-        "dropout, clip",
-    ],
+    ids=str,
 )
 def test_the_objective_is_zero_at_the_truth(defense):
     observation, truth = observe(defense)
@@ -79,24 +70,14 @@ def test_the_objective_is_zero_at_the_truth(defense):
     assert float(wrong.features) > 1e-2
 
 
-@pytest.mark.parametrize("model", ["convnet", pytest.param("resnet18", marks=pytest.mark.slow)])
-def test_a_body_of_whose_update_nothing_is_left_leaves_its_features(model):
+def test_a_body_of_whose_update_nothing_is_left_leaves_its_features():
     """As global pruning may leave it: not every loss is then undefined."""
-    parameters = {"head": HEAD, "width": 8} if model == "convnet" else {"head": HEAD}
-    observation, _ = make_observation(
-        *example_batch(2),
-        model=model,
-        model_parameters=parameters,
-        defense=[{"name": "gradient_pruning", "ratio": 0.5}],
-    )
+    observation, _ = observe([{"name": "gradient_pruning", "ratio": 0.5}])
     for name, tensor in observation.update.items():
         if name.startswith("body."):
             tensor.zero_()
     found = solve(FactoredInversion(iterations=6), observation, Knowledge(), 0)
     assert math.isfinite(found.reconstruction.loss)
-
-
-LOCAL = [{"name": "local_aggregation", "steps": 3, "batches": "same"}]
 
 
 def test_a_clipped_update_of_several_steps_has_no_scale():
@@ -119,7 +100,7 @@ def test_a_clipped_update_of_several_steps_has_no_scale():
     assert float(slope) == pytest.approx(float(loss(0.01) - loss(-0.01)) / 0.02, rel=1e-2)
 
 
-@pytest.mark.parametrize("defense", [[], LOCAL], ids=["one step", "local steps"])
+@pytest.mark.parametrize("defense", [[], [LOCAL]], ids=["one step", "local steps"])
 def test_several_steps_are_unrolled_in_the_end(defense):
     observation, _ = observe(defense)
     attack = FactoredInversion(iterations=10)
@@ -155,22 +136,6 @@ def second(function, x, pull, toward):
     (slope,) = torch.autograd.grad((function(x) * pull).sum(), x, create_graph=True)
     (found,) = torch.autograd.grad((slope * toward).sum(), x)
     return found
-
-
-def test_values_and_slopes_of_smoothed_layers_are_pytorchs():
-    x = torch.randn(2, 3, 7, 7, requires_grad=True)
-    for pool in (nn.MaxPool2d(3), nn.MaxPool2d(3, stride=2, padding=1), nn.MaxPool2d(2)):
-        pull = torch.randn_like(pool(x))
-        ours = smooth_max_pool(pool, x, width=0.5)
-        assert torch.equal(ours, pool(x))
-        found, wanted = (torch.autograd.grad((y * pull).sum(), x)[0] for y in (ours, pool(x)))
-        assert torch.allclose(found, wanted)
-    pull = torch.randn_like(x)
-    assert torch.equal(smooth_relu(x, width=0.5), F.relu(x))
-    found, wanted = (
-        torch.autograd.grad((y * pull).sum(), x)[0] for y in (smooth_relu(x, width=0.5), F.relu(x))
-    )
-    assert torch.equal(found, wanted)
 
 
 def test_second_derivatives_are_those_of_smooth_layers():

@@ -25,13 +25,7 @@ PRUNED = [{"name": "gradient_pruning", "ratio": 0.8}]
 ROUNDED = [{"name": "quantization", "bits": 8, "rounding": "stochastic"}]
 MUCH = [{"name": "gaussian_noise", "std": 0.05}]
 COARSE = [{"name": "quantization", "bits": 3, "rounding": "stochastic"}]
-CONVNET = {
-    "model": "convnet",
-    "model_parameters": {
-        "width": 8,
-        "head": {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1},
-    },
-}
+SMALL = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 
 
 def see(defense):
@@ -106,19 +100,17 @@ def test_noise_does_not_explain_wrong_features(defense):
 
 def observe(defense):
     training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=3, lr=0.001)
-    return make_observation(*example_batch(3), **CONVNET, defense=defense, training=training)
-
-
-def body_energy(observation):
-    body = [value for name, value in observation.update.items() if name.startswith("body.")]
-    return float(sum(value.double().square().sum() for value in body))
+    model = {"model": "convnet", "model_parameters": {"width": 8, "head": SMALL}}
+    return make_observation(*example_batch(3), **model, defense=defense, training=training)
 
 
 def test_the_share_of_noise_is_its_variance_over_the_bodys_energy():
     for std in (1e-3, 1e-2):
         observation, _ = observe([{"name": "gaussian_noise", "std": std}])
         share = relative_noise_variance(observation, HeadGradient.read(observation))
-        assert share == pytest.approx(std**2 / body_energy(observation), rel=0.05)
+        body = [value for name, value in observation.update.items() if name.startswith("body.")]
+        energy = float(sum(value.double().square().sum() for value in body))
+        assert share == pytest.approx(std**2 / energy, rel=0.05)
     for defense in ([], PRUNED, [{"name": "clip", "norm": 1e-3}]):
         observation, _ = observe(defense)
         assert relative_noise_variance(observation, HeadGradient.read(observation)) == 0
@@ -143,10 +135,9 @@ def test_noise_of_any_defense_is_known_as_noise(defense):
 
 
 @pytest.mark.parametrize("goes", [1, 2])
-@pytest.mark.parametrize("defense", [pytest.param(NOISE, marks=pytest.mark.slow), ROUNDED], ids=str)
-def test_images_come_first_where_the_head_is_blurred(defense, goes, monkeypatch):
+def test_images_come_first_where_the_head_is_blurred(goes, monkeypatch):
     """And go on alone for as long again while the features that they lead to explain too little."""
-    observation, truth = observe(defense)
+    observation, truth = observe(ROUNDED)
     monkeypatch.setattr(factored_inversion, "are_determined", lambda *_: False)
     monkeypatch.setattr(factored_inversion, "are_explained", lambda *_: goes == 1)
     attack = FactoredInversion(iterations=40)

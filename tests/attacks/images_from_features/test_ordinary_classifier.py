@@ -62,7 +62,7 @@ def test_images_come_from_a_classifier_that_starts_at_zero():
     "defense",
     [
         {"name": "percentile_privacy", "gamma": 0.001},
-        {"name": "soteria", "ratio": 0.5},
+        {"name": "gradient_pruning", "ratio": 0.5},
         {"name": "gaussian_noise", "std": 1e-3},
     ],
     ids=lambda defense: defense["name"],

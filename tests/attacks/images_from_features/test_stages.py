@@ -11,17 +11,9 @@ from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import LocalTraining
 from fedsim_attacks.classifier_features._local_steps import as_one_gradient
-from fedsim_attacks.images_from_features._body_gradient import (
-    LaterSteps,
-    PartGradient,
-    StageTarget,
-)
+from fedsim_attacks.images_from_features._body_gradient import LaterSteps, PartGradient, StageTarget
 from fedsim_attacks.images_from_features._heads import signals
-from fedsim_attacks.images_from_features._stages import (
-    Relaxation,
-    StagedBody,
-    StageInputs,
-)
+from fedsim_attacks.images_from_features._stages import Relaxation, StagedBody, StageInputs
 
 
 def maps(cut, observation, truth):

@@ -12,9 +12,7 @@ from fedsim.targets.membership import membership_auc
 from fedsim.testing.cases import make_observation
 from fedsim.types import LocalTraining
 from fedsim_attacks.membership._measures import odds_of_logits, weights_after
-from fedsim_attacks.membership.fedmia import FedMIA
-from fedsim_attacks.membership.gradient_similarity import GradientSimilarity
-from fedsim_attacks.membership.loss_trajectory import LossTrajectory
+from fedsim_attacks.membership.baselines import FedMIA, GradientSimilarity, LossTrajectory
 from fedsim_attacks.membership.shadow_likelihood import ShadowLikelihood
 
 MEMBERS, CLIENTS = 12, 4

@@ -1,7 +1,8 @@
-"""Membership by a one-sided test in which the other clients are the null (FedMIA).
+"""Membership from how well a client's model, or its update, goes with an example: published scores.
 
-No other client trained on a candidate of the attacked one. So in each round their measurements tell
-how a non-member's are distributed, and the attacked client's is compared with that.
+A model has less loss on what it was trained on (Yeom et al., 2018), and the mean over rounds tells
+more than the last one. FedMIA compares the attacked client with all others, as no other client
+trained on its candidates: their measurements tell how a non-member's are distributed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,70 @@ from fedsim_attacks.membership._measures import (
 )
 
 _FLOOR = 1e-8
-"""Least variance of a null, as in the published code."""
+"""Least variance of a null, as in the published code of FedMIA."""
+
+
+@final
+class LossTrajectory(DirectAttack):
+    """Scores candidates by their losses under a client's models, or those of a sum of clients."""
+
+    takes_rows: ClassVar[bool] = True
+    asked_of_candidates: ClassVar[bool] = True
+    paper: ClassVar[str] = (
+        "Yeom, Giacomelli, Fredrikson and Jha, Privacy Risk in Machine Learning, CSF 2018; over "
+        "rounds: Gu, Bai and Xu, CS-MIA, Journal of Information Security and Applications 2022"
+    )
+
+    summary: Literal["mean", "last", "fall"] = "mean"
+    """Score of a series: `mean`, the negative mean loss over rounds; `last`, the negative loss in
+    the last round; `fall`, by how much a client's training lowers the loss, on average."""
+
+    def reconstruct(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Reconstruction:
+        """Returns the score of each candidate, as `membership` (N,)."""
+        candidates = require_candidates(knowledge)
+        asked = candidates.inputs, candidates.labels
+        seen = candidates.of_victim(observation)
+        if self.summary == "last":
+            seen = seen[-1:]
+        after = torch.stack(
+            [losses(each, weights_after(each, each.update), *asked) for each in seen]
+        )
+        if self.summary == "fall":
+            after = after - torch.stack([losses(each, each.parameters, *asked) for each in seen])
+        # A member's loss is low, and its score has to be high.
+        return Reconstruction(membership=-after.mean(0), loss=0.0, iterations=0)
+
+
+@final
+class GradientSimilarity(DirectAttack):
+    """Scores candidates by the similarity of their gradients and the update, over all rounds.
+
+    For updates of more than 262,144 entries, a random sketch estimates similarities.
+    """
+
+    takes_rows: ClassVar[bool] = True
+    asked_of_candidates: ClassVar[bool] = True
+    paper: ClassVar[str] = (
+        "Li, Li and Ribeiro, Effective Passive Membership Inference Attacks in Federated Learning "
+        "against Overparameterized Models, ICLR 2023"
+    )
+
+    measure: Literal["cosine", "inner"] = "cosine"
+    """`cosine`: of the gradient and the update. `inner`: their inner product."""
+
+    def reconstruct(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Reconstruction:
+        """Returns each candidate's mean similarity over rounds, as `membership` (N,)."""
+        candidates = require_candidates(knowledge)
+        each = []
+        for seen in candidates.of_victim(observation):
+            similarity = UpdateSimilarity(seen, candidates.inputs, candidates.labels)
+            # Values of the option are the names of the two methods.
+            each.append(getattr(similarity, self.measure)(seen.update))
+        return Reconstruction(membership=torch.stack(each).mean(0), loss=0.0, iterations=0)
 
 
 @final
