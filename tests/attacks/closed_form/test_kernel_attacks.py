@@ -80,19 +80,6 @@ def unit(*shape, seed=0):
     return torch.nn.functional.normalize(normal(*shape, seed=seed), dim=1)
 
 
-def test_a_predictor_is_taken_apart():
-    """Into its rows, up to their sign, and its coefficients."""
-    rows = unit(8, 10)
-    alpha, weights = normal(8, 3, seed=1), normal(15, 10, seed=2)
-    form = ntk.quadratic_form(rows, alpha, weights)
-    found, coefficients = decompose_form(form, weights.T @ weights / 15, stream())
-    inner = (found @ rows.T).abs()
-    place = inner.argmax(1)
-    assert sorted(place.tolist()) == list(range(8))
-    torch.testing.assert_close(inner.amax(1), torch.ones(8, dtype=torch.float64))
-    torch.testing.assert_close(coefficients, alpha[place], rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize("count", [1, 6, 30])
 def test_who_knows_all_rows_but_one_finds_it_among_many(count):
     """Also where no two coefficients differ, and whatever the last row's are."""

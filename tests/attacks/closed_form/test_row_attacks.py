@@ -1,7 +1,6 @@
 """Attacks on rows where the answer is known: exact, nothing at all, and in between."""
 
 from dataclasses import dataclass
-from typing import cast
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from fedsim.contracts.target import GuessRequest
 from fedsim.scoring import score, score_guess
 from fedsim.testing import make_observation, make_release
 from fedsim.testing.cases import example_rows
-from fedsim_attacks.closed_form._release_likelihood import ReleaseLikelihood
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import (
     Prior,
@@ -37,16 +35,24 @@ def answer(attack, case):
     return ask(attack, *case, OTHERS, 0).reconstruction
 
 
-def members(truth):
-    return truth.rows[truth.members]
+OLS = {"learner": "least_squares", "parameters": {"method": "ols"}}
+SUM = {"defense": [{"name": "aggregate"}], "num_clients": 3}
 
 
-def test_coefficients_without_noise_give_a_row_away_whole():
+@pytest.mark.parametrize(
+    ("count", "summed"), [(24, {}), pytest.param(60, SUM, marks=pytest.mark.slow)]
+)
+def test_coefficients_without_noise_give_rows_and_members_away(count, summed):
     """The constant feature tells the scale and the sign: nothing is left to guess."""
-    case = released(learner="least_squares", parameters={"method": "ols"})
+    case = released(count, **OLS, **summed)
     found = answer(RowReconstruction(), case)
-    torch.testing.assert_close(found.rows, members(case[1]), rtol=0, atol=1e-4)
     assert score(found, case[1])["rows_recovered"] == 1
+    if not summed:
+        wanted = case[1].rows[case[1].members]
+        torch.testing.assert_close(found.rows, wanted, rtol=0, atol=1e-4)
+    told = answer(MembershipInference(), case)
+    assert torch.equal(told.membership > 0, case[1].members)
+    assert score(told, case[1])["membership_auc"] == 1
 
 
 @pytest.mark.parametrize("classes", [pytest.param(None, marks=pytest.mark.slow), ("no", "yes")])
@@ -58,16 +64,9 @@ def test_without_a_constant_feature_the_direction_is_exact(classes):
     rows[:, -2] = torch.rand(len(rows), generator=stream, dtype=torch.float64) * 2 - 1
     if classes:
         rows[:, -1] = rows[:, -1].sign()
-    case = make_release(
-        rows,
-        taking_part,
-        learner="least_squares",
-        parameters={"method": "ols"},
-        intercept=False,
-        classes=classes,
-    )
+    case = make_release(rows, taking_part, **OLS, intercept=False, classes=classes)
     found = answer(RowReconstruction(samples=0), case)
-    wanted = members(case[1])
+    wanted = case[1].rows[case[1].members]
     cosine = torch.cosine_similarity(found.rows[:, :-1], wanted[:, :-1]).abs()
     assert bool((cosine > 0.999).all())
     if classes:
@@ -84,26 +83,6 @@ def test_where_nothing_is_told_the_answer_is_the_guess():
     scores = score(answer(RowReconstruction(), case), case[1])
     guess = score_guess(GuessRequest(truth=case[1]))
     assert scores["psnr"] == pytest.approx(guess["psnr"], abs=0.3)
-
-
-def test_membership_in_coefficients_without_noise_is_certain():
-    case = released(learner="least_squares", parameters={"method": "ols"})
-    found = answer(MembershipInference(), case)
-    assert torch.equal(found.membership > 0, case[1].members)
-    assert score(found, case[1])["membership_auc"] == 1
-
-
-@pytest.mark.slow
-def test_summed_coefficients_are_attacked_within_their_client():
-    case = released(
-        60,
-        learner="least_squares",
-        parameters={"method": "ols"},
-        defense=[{"name": "aggregate"}],
-        num_clients=3,
-    )
-    assert score(answer(MembershipInference(), case), case[1])["membership_auc"] == 1
-    assert score(answer(RowReconstruction(), case), case[1])["rows_recovered"] == 1
 
 
 def test_a_row_is_asked_for_by_itself():
@@ -147,18 +126,16 @@ class Normal:
 
 def posterior(seen, std, targets, row_norm):
     """Of (value, constant 1, target) rows; value and target are correlated before any release."""
-    precision = torch.linalg.inv(
-        torch.tensor([[0.4, 0.0, 0.3], [0.0, 1.0, 0.0], [0.3, 0.0, 0.5]], dtype=torch.float64)
-    )
+    covariance = torch.tensor([[0.4, 0.0, 0.3], [0.0, 1.0, 0.0], [0.3, 0.0, 0.5]]).double()
     prior = Prior(
         mean=torch.tensor([0.2, 1.0, -0.1], dtype=torch.float64),
-        precision=precision,
+        precision=torch.linalg.inv(covariance),
         low=torch.tensor([-1.0, 1.0, -1.0], dtype=torch.float64),
         high=torch.ones(3, dtype=torch.float64),
         row_norm=row_norm,
         targets=targets,
     )
-    return RowPosterior(likelihood=cast(ReleaseLikelihood, Normal(seen, std)), prior=prior)
+    return RowPosterior(likelihood=Normal(seen, std), prior=prior)
 
 
 @pytest.mark.parametrize("row_norm", [2.0, 1.1])
@@ -187,11 +164,7 @@ def test_other_rows_are_taken_as_they_were_before_they_were_scaled():
     observation, _ = make_release(rows, members, learner="sketch", parameters={"columns": 9})
     scaled = rows * torch.linspace(0.5, 1.0, len(rows), dtype=torch.float64)[:, None]
     known, found = (
-        prior(
-            observation.release,
-            Knowledge(grant=Grant.least(rows="others"), other_rows=(each,)),
-            True,
-        )
+        prior(observation.release, Knowledge(grant=OTHERS, other_rows=(each,)), True)
         for each in (rows, scaled)
     )
     torch.testing.assert_close(found.mean, known.mean)

@@ -125,11 +125,9 @@ def test_it_trains_before_it_searches_where_public_images_are_granted():
     attack = GenerativePrior(training_iterations=2, iterations=4, latent_iterations=2)
     observation, knowledge, _ = of_its_range(2)
     assert "public: test" in str(knowledge.grant.lacks(attack.required()))
-    granted = replace(
-        knowledge,
-        grant=Grant(labels="known", public="test"),
-        public_images=torch.zeros(20, *SHAPE, dtype=torch.uint8),
-    )
+    public = torch.zeros(20, *SHAPE, dtype=torch.uint8)
+    grant = Grant(labels="known", public="test")
+    granted = replace(knowledge, grant=grant, public_images=public)
     first, again, untrained = (
         each.init(observation, granted, rng.generator(0, "attack")).generators[0].state_dict()
         for each in (attack, attack, attack.model_copy(update={"training_iterations": 1}))

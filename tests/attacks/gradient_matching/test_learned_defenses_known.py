@@ -38,7 +38,8 @@ def test_draws_are_variables_and_the_objective_is_zero_at_the_true_ones():
     assert not blind.drawn and [tuple(each.shape) for each in drawn] == [(2, 256)]
     truth = replace(matching.candidate(images[:2], labels[:2], None), drawn=drawn)
     # The simulator hands out no draws: the client of these ones is simulated here.
-    update = fitted(matching, truth)
+    with GivenDraws(drawn):
+        update = matching.update(truth.images, truth.targets(), create_graph=False)
     client = replace(seen, update=dict(zip(matching.names, update, strict=True)))
     knows = Matching(client, effects="simulated")
     loss, slopes = knows.differentiate(truth, squared_distance)
@@ -46,11 +47,6 @@ def test_draws_are_variables_and_the_objective_is_zero_at_the_true_ones():
     other = replace(truth, drawn=tuple(each + 0.1 for each in drawn))
     loss, slopes = knows.differentiate(other, squared_distance)
     assert float(loss) > 1e-6 and all(bool(slope.any()) for slope in slopes)
-
-
-def fitted(matching, candidate):
-    with GivenDraws(candidate.drawn):
-        return matching.update(candidate.images, candidate.targets(), create_graph=False)
 
 
 def test_an_orthogonal_direction_tells_its_batch_from_all_others():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from slow_cases import slow_but
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 
 from fedsim.models.base import normalize
@@ -112,46 +112,54 @@ def test_decay_moves_weights_that_meet_only_padding(monkeypatch):
             assert abs(objective(observation, images, labels, distance)) < 1e-6
 
 
-def test_the_gaussian_distance_is_that_of_its_formula():
-    update, target = example_updates()
-    leaves = [u.clone().requires_grad_() for u in update]
-    value = sum(
+def gaussian(update, target):
+    each = [
         (1 - torch.exp(-(u - t).square().sum() / t.square().sum())) / place
-        for place, (u, t) in enumerate(zip(leaves, target.tensors, strict=True), 1)
-    ) / (1 + 1 / 2)
-    assert isinstance(value, Tensor)
-    is_derivative_of(gaussian_distance, update, target, value, leaves)
+        for place, (u, t) in enumerate(zip(update, target, strict=True), 1)
+    ]
+    return sum(each) / (1 + 1 / 2)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_the_likelihood_is_that_of_normal_noise(scaled):
-    """Up to the density at its mode; an unknown factor is the likeliest of many."""
-    update, target = example_updates()
-    leaves = [u.clone().requires_grad_() for u in update]
-    u, t = (torch.cat([each.flatten() for each in tensors]) for tensors in (leaves, target.tensors))
-    factors = torch.linspace(0, 2, 20_001)[:, None] if scaled else torch.ones(1, 1)
-    noise = torch.distributions.Normal(t, 0.3**0.5)
-    likelihoods = (noise.log_prob(factors * u) - noise.log_prob(t)).sum(1)
-    is_derivative_of(
-        negative_log_likelihood(0.3, 7, scaled), update, target, -likelihoods.max() / 7, leaves
+def likelihood(scaled):
+    """Of normal noise, up to the density at its mode; an unknown factor is the likeliest."""
+
+    def value(update, target):
+        u, t = (torch.cat([each.flatten() for each in tensors]) for tensors in (update, target))
+        factors = torch.linspace(0, 2, 20_001)[:, None] if scaled else torch.ones(1, 1)
+        noise = torch.distributions.Normal(t, 0.3**0.5)
+        return -(noise.log_prob(factors * u) - noise.log_prob(t)).sum(1).max() / 7
+
+    return value
+
+
+def weighted(update, target):
+    """The weighted sum of cosines' distances from 1."""
+    flat = [(u.flatten(), t.flatten()) for u, t in zip(update, target, strict=True)]
+    return sum(
+        w * (1 - F.cosine_similarity(*pair, dim=0)) for w, pair in zip((1, 3), flat, strict=False)
     )
 
 
-def example_updates():
+@pytest.mark.parametrize(
+    ("distance", "formula"),
+    [
+        (gaussian_distance, gaussian),
+        (negative_log_likelihood(0.3, 7, False), likelihood(False)),
+        (negative_log_likelihood(0.3, 7, True), likelihood(True)),
+        (reweighted_cosine([1.0, 3.0], summed=True), weighted),
+        (reweighted_cosine([1.0, 3.0]), lambda u, t: weighted(u, t) / 4),
+    ],
+    ids=["gaussian", "likelihood", "scaled", "sum of cosines", "mean of cosines"],
+)
+def test_a_distance_is_its_formula_with_its_derivative(distance, formula):
     stream = torch.Generator().manual_seed(0)
-    shapes = ((3, 2), (4,))
-    target = [torch.randn(shape, generator=stream) for shape in shapes]
+    target = [torch.randn(shape, generator=stream) for shape in ((3, 2), (4,))]
     update = [t + 0.5 * torch.randn(t.shape, generator=stream) for t in target]
-    zero = torch.zeros(())
-    square = torch.stack([t.square().sum() for t in target]).sum()
-    return update, MatchedUpdate(tensors=target, square=square, outside=zero)
-
-
-def is_derivative_of(distance, update, target, value, leaves):
-    found, direction, scale = distance(update, target)
+    leaves = [u.clone().requires_grad_() for u in update]
+    value = formula(leaves, target)
+    found, direction, scale = distance(update, target_of(target))
     torch.testing.assert_close(found, value.detach(), rtol=1e-4, atol=1e-6)
-    expected = torch.autograd.grad(value, leaves)
-    for own, other in zip(direction, expected, strict=True):
+    for own, other in zip(direction, torch.autograd.grad(value, leaves), strict=True):
         torch.testing.assert_close(scale * own, other, rtol=1e-3, atol=1e-4)
 
 

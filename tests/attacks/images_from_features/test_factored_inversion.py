@@ -119,17 +119,6 @@ def test_several_steps_are_unrolled_in_the_end(defense):
     torch.testing.assert_close(state.best_loss, expected)
 
 
-def test_features_tell_labels_signals_and_the_clipped_scale():
-    observation, truth = observe([{"name": "clip", "norm": 1e-3}])
-    plain, _ = observe([])
-    known = signals(observation, truth.features)
-    assert torch.equal(known.labels, truth.labels)
-    name = next(iter(plain.update))
-    scale = float(observation.update[name].norm() / plain.update[name].norm())
-    assert float(known.scale) == pytest.approx(scale, rel=1e-3)
-    assert float(signals(plain, truth.features).scale) == 1.0
-
-
 def second(function, x, pull, toward):
     """The derivative in x of <toward, the gradient of <pull, function(x)>>."""
     x = x.clone().requires_grad_()

@@ -116,13 +116,12 @@ def test_features_that_explain_nothing_hardly_count():
     """The misfit of features is then nearly none, whatever the candidates."""
     observation, _ = observe()
     wild = {"name": "tensor_features", "iterations": 1, "contraction": "third"}
-    losses = {}
-    for doubted in (True, False):
-        for weight in (0.0, 1.0):
-            tried = attack(features_from=wild, doubted=doubted, feature_weight=weight, iterations=1)
-            losses[doubted, weight] = solve(tried, observation, Knowledge(), 1).reconstruction.loss
-    trusting = losses[False, 1.0] - losses[False, 0.0]
-    doubting = losses[True, 1.0] - losses[True, 0.0]
+
+    def loss(doubted, weight):
+        tried = attack(features_from=wild, doubted=doubted, feature_weight=weight, iterations=1)
+        return solve(tried, observation, Knowledge(), 1).reconstruction.loss
+
+    doubting, trusting = (loss(doubted, 1.0) - loss(doubted, 0.0) for doubted in (True, False))
     assert trusting > 0.05
     assert 0 <= doubting < 0.5 * trusting
 
@@ -138,14 +137,9 @@ def test_labels_of_doubtful_features_are_those_that_are_granted():
 @pytest.mark.slow
 def test_a_network_learns_to_draw_pixels_before_it_goes_on():
     observation, _ = make_observation(*example_batch(1, (3, 16, 16)), model="mlp")
-    drawing = Drawing(
-        DrawingSettings(canvas="unet", iterations=10, width=8, rate=0.01),
-        1,
-        observation.model,
-        seed=1,
-        rng=torch.Generator().manual_seed(1),
-        device=torch.device("cpu"),
-    )
+    settings = DrawingSettings(canvas="unet", iterations=10, width=8, rate=0.01)
+    device, stream = torch.device("cpu"), torch.Generator().manual_seed(1)
+    drawing = Drawing(settings, 1, observation.model, seed=1, rng=stream, device=device)
     rising = torch.linspace(-0.5, 0.5, observation.model.input_shape[2])
     wanted = torch.ones(1, *observation.model.input_shape) * rising
     before = float((drawing.draw().detach() - wanted).square().mean())

@@ -74,20 +74,14 @@ def test_every_stage_is_zero_at_the_truth(defense, mode, norm):
         target = gradient.pull_back(found[i])
 
 
-def relaxation(observation, truth, images, maps, steps=1, width=0.0, noise=0.0, later=None):
+def relaxation(observation, truth, images, maps, steps=1, later=None):
     """And the true images and maps."""
     stream = rng.generator(0, "stages")
-    staged = StagedBody(observation, observation.num_images, stream, width=width)
+    staged = StagedBody(observation, observation.num_images, stream, width=0.0)
     known = signals(observation, truth.features)
-    made = Relaxation(
-        observation,
-        staged,
-        StageTarget(truth.features, known.errors, known.scale),
-        StageInputs(images, maps),
-        noise=noise,
-        later=later,
-        steps=steps,
-    )
+    target = StageTarget(truth.features, known.errors, known.scale)
+    start, options = StageInputs(images, maps), {"noise": 0.0, "later": later, "steps": steps}
+    made = Relaxation(observation, staged, target, start, **options)
     return made, staged.maps(normalize(truth.images, observation.model))
 
 
@@ -139,12 +133,6 @@ def observe_steps(**training):
     )
 
 
-def first_gradient(observation, truth):
-    loss = loss_function(rebuild(observation), dict(observation.buffers), observation.training)
-    images = normalize(truth.images, observation.model)
-    return gradient(loss, dict(observation.parameters), images, truth.labels)
-
-
 @pytest.mark.parametrize(
     ("training", "share"),
     [
@@ -158,8 +146,9 @@ def test_first_and_later_steps_are_the_update(training, share):
     observation, truth = observe_steps(**training)
     later = LaterSteps(observation, truth.labels)
     assert later.share == pytest.approx(share)
-    first = first_gradient(observation, truth)
-    added = later(normalize(truth.images, observation.model))
+    images = normalize(truth.images, observation.model)
+    loss = loss_function(rebuild(observation), dict(observation.buffers), observation.training)
+    first, added = gradient(loss, observation.parameters, images, truth.labels), later(images)
     for name, seen in as_one_gradient(observation).update.items():
         if added[name].shape == seen.shape:  # the others leave out what meets padding alone
             made = share * first[name] + added[name]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,23 +122,17 @@ def test_a_column_that_is_not_there_is_refused(known):
 
 
 def test_columns_of_a_table_and_all_data_of_a_client_are_scored(tmp_path):
+    asked = {"name": "property_inference", "of": "clients", "shadows": 32}
+    skew = {"name": "dirichlet", "alpha": 0.3}
     scenario = {
         "name": "columns",
         "seed": 3,
-        "data": {"source": "breast_cancer", "clients": 3, "partition": _SKEW},
+        "data": {"source": "breast_cancer", "clients": 3, "partition": skew},
         "model": {"name": "mlp", "hidden": [8]},
         "training": {"rounds": 10, "local": {"steps": 4, "batch_size": 20, "lr": 0.1}},
         "federation": {"participation": 0.67},
         "defenses": {"sum": ["aggregate"]},
-        "attacks": [
-            {"name": "property_inference", "label": "mix", "of": "clients", "shadows": 32},
-            {
-                "name": "property_inference",
-                "of": "clients",
-                "columns": ["worst radius"],
-                "shadows": 32,
-            },
-        ],
+        "attacks": [{**asked, "label": "mix"}, {**asked, "columns": ["worst radius"]}],
         "observe": {"rounds": list(range(1, 11)), "clients": "all"},
         "knowledge": {"public": "test"},
     }
@@ -146,14 +141,10 @@ def test_columns_of_a_table_and_all_data_of_a_client_are_scored(tmp_path):
     # All rounds are one question, at the last of them.
     assert [row["round"] for row in rows] == [10, 10]
     found = {row["attack"]["label"]: row for row in rows}
-    for label, name in (("mix", "client_class_error"), (_LABEL, "client_column_error")):
-        row = found[label]
+    for label, name in (("mix", "class"), ("property_inference", "column")):
+        row, name = found[label], f"client_{name}_error"
         assert row["status"] == "ok", row["reason"]
         assert row["metrics"][name] < row["baseline"][name]
-
-
-_LABEL = "property_inference"
-_SKEW = {"name": "dirichlet", "alpha": 0.3}
 
 
 def test_columns_that_nobody_answered_do_not_count():
@@ -213,26 +204,20 @@ def test_error_is_the_share_of_examples_that_would_have_to_change():
     assert class_share_error(torch.tensor([1.0]), torch.tensor([0.0, 1.0])) == 1.0
 
 
-@pytest.mark.parametrize("answer", [[0.5, 0.6], [1.5, -0.5], [[1.0]]], ids=str)
-def test_answers_that_are_no_distribution_are_refused(answer):
-    truth = GroundTruth(images=torch.zeros(2, 1, 1, 1), labels=torch.tensor([0, 1]))
-    with pytest.raises(ScoringError, match="sum to 1"):
-        ClassShares().check(torch.tensor(answer), truth)
-
-
-@pytest.mark.parametrize("answer", [[[0.0, 0.0]], [[1.5, -0.5]]], ids=str)
-def test_clients_shares_that_are_no_distribution_are_refused(answer):
-    """Zeros would be within 1/2 of any client, which no distribution is without knowing it."""
-    batch = GroundTruth(images=torch.zeros(2, 1, 1, 1), labels=torch.tensor([0, 1]))
-    truth = replace(batch, more={"client_class_shares": torch.tensor([[1.0, 0.0]])})
-    ClientClassShares().check(torch.tensor([[0.25, 0.75]]), truth)
-    with pytest.raises(ScoringError, match="sum to 1"):
-        ClientClassShares().check(torch.tensor(answer), truth)
-
-
-class _Public:
-    def public_labels(self):
-        return torch.tensor([0, 0, 0, 1])
+@pytest.mark.parametrize(
+    ("target", "answers"),
+    [
+        (ClassShares(), [[0.5, 0.6], [1.5, -0.5], [[1.0]]]),
+        # Zeros would be within 1/2 of any client, which no distribution is without knowing it.
+        (ClientClassShares(), [[[0.0, 0.0]], [[1.5, -0.5]]]),
+    ],
+)
+def test_answers_that_are_no_distribution_are_refused(target, answers):
+    more = {"client_class_shares": torch.tensor([[1.0, 0.0]])}
+    truth = GroundTruth(images=torch.zeros(2, 1, 1, 1), labels=torch.tensor([0, 1]), more=more)
+    for answer in answers:
+        with pytest.raises(ScoringError, match="sum to 1"):
+            target.check(torch.tensor(answer), truth)
 
 
 def test_a_guesser_of_a_batchs_shares_knows_those_of_public_examples():
@@ -240,7 +225,8 @@ def test_a_guesser_of_a_batchs_shares_knows_those_of_public_examples():
     target = ClassShares()
     found = Reconstruction(more={"class_shares": torch.tensor([0.5, 0.5])}, loss=0, iterations=0)
     asked = GuessRequest(truth=batch, found=found)
-    for guesser, error in ((_Public(), 0.0), (None, 0.25)):
+    public = SimpleNamespace(public_labels=lambda: torch.tensor([0, 0, 0, 1]))
+    for guesser, error in ((public, 0.0), (None, 0.25)):
         aids = {"class_shares": target.prepare(Resources(guesser=guesser))}
         guessed = target.guess(asked, aids)
         assert guessed.metrics["class_share_error"] == error

@@ -27,13 +27,8 @@ def seen():
     labels = torch.randint(10, (CLIENTS, MEMBERS), generator=stream)
     updates = []
     for client in range(CLIENTS):
-        observation, _ = make_observation(
-            images[client],
-            labels[client],
-            model="mlp",
-            model_parameters={"hidden": []},
-            training=SGD,
-        )
+        model = {"model": "mlp", "model_parameters": {"hidden": []}, "training": SGD}
+        observation, _ = make_observation(images[client], labels[client], **model)
         updates.append(replace(observation, client=client))
     return tuple(updates), images, labels
 

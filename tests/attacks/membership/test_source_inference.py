@@ -40,15 +40,11 @@ def federation(*rounds, clients=4):
 def mean_of(images, labels, source, own, number):
     """Returns the mean update of the clients `own`, of 3 steps over all that they hold."""
     held = torch.isin(source, torch.tensor(own))
+    model = {"model": "mlp", "model_parameters": {"hidden": [16]}, "num_classes": 4}
+    summed = {"num_clients": len(own), "defense": [{"name": "aggregate"}] if len(own) > 1 else []}
+    training = LocalTraining(algorithm="fedavg", steps=3, batch_size=HELD // 3, lr=0.1)
     observation, _ = make_observation(
-        images[held],
-        labels[held],
-        model="mlp",
-        model_parameters={"hidden": [16]},
-        num_classes=4,
-        num_clients=len(own),
-        defense=[{"name": "aggregate"}] if len(own) > 1 else [],
-        training=LocalTraining(algorithm="fedavg", steps=3, batch_size=HELD // 3, lr=0.1),
+        images[held], labels[held], **model, **summed, training=training
     )
     return replace(observation, round=number)
 

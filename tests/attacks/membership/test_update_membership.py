@@ -14,17 +14,16 @@ from fedsim_attacks.membership._presence_fit import InnerProducts
 from fedsim_attacks.membership.update_membership import UpdateMembership
 
 
-def problem(count=6, entries=15):
-    """Returns random gradients (count, entries), a vector, means and variances."""
-    stream = torch.Generator().manual_seed(1)
-    rows = torch.randn(count, entries, generator=stream, dtype=torch.float64)
-    vector = torch.randn(entries, generator=stream, dtype=torch.float64)
-    mean, variance = torch.rand(2, count, generator=stream, dtype=torch.float64)
-    return rows, vector, mean, variance + 0.1
+def scores(observation, knowledge):
+    return solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
 
 
 def test_scores_are_the_exact_score_test_of_the_linear_model():
-    rows, vector, mean, variance = problem()
+    stream = torch.Generator().manual_seed(1)
+    rows = torch.randn(6, 15, generator=stream, dtype=torch.float64)
+    vector = torch.randn(15, generator=stream, dtype=torch.float64)
+    mean, variance = torch.rand(2, 6, generator=stream, dtype=torch.float64)
+    variance += 0.1
     products = InnerProducts(
         gram=rows @ rows.T, inner=rows @ vector, energy=float(vector @ vector), entries=15
     )
@@ -52,14 +51,8 @@ def asked(members, others, **changes):
     images = torch.rand(members + others + 20, 1, 8, 8, generator=stream)
     labels = torch.randint(4, (len(images),), generator=stream)
     used = slice(0, members) if members else slice(others, others + 20)
-    observation, _ = make_observation(
-        images[used],
-        labels[used],
-        model="mlp",
-        model_parameters={"hidden": [16]},
-        num_classes=4,
-        **changes,
-    )
+    model = {"model": "mlp", "model_parameters": {"hidden": [16]}, "num_classes": 4}
+    observation, _ = make_observation(images[used], labels[used], **model, **changes)
     known = MembershipCandidates(
         inputs=images[: members + others], labels=labels[: members + others], seen=(observation,)
     )
@@ -71,8 +64,7 @@ def test_members_without_a_defense_are_told_exactly(algorithm, steps):
     """A gradient points along those of members, a change of weights against them."""
     training = LocalTraining(algorithm=algorithm, steps=steps, batch_size=30 // steps, lr=0.1)
     observation, knowledge, members = asked(30, 30, training=training)
-    found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
-    assert found is not None and membership_auc(found, members) == 1.0
+    assert membership_auc(scores(observation, knowledge), members) == 1.0
 
 
 def test_sums_count_by_the_share_of_the_clients_asked_about_in_them():
@@ -81,24 +73,20 @@ def test_sums_count_by_the_share_of_the_clients_asked_about_in_them():
     other, *_ = asked(0, 60)
     whole = replace(own, client=-1, participants=(0, 1))
 
-    def scores(*seen):
-        candidates = replace(knowledge.candidates, seen=seen)
-        known = replace(knowledge, candidates=candidates)
-        return solve(UpdateMembership(), whole, known, 0).reconstruction.membership
+    def behind(*seen):
+        return scores(whole, Knowledge(candidates=replace(knowledge.candidates, seen=seen)))
 
-    alone, half = scores(whole), replace(other, client=-1, participants=(1, 2))
+    alone, half = behind(whole), replace(other, client=-1, participants=(1, 2))
     absent = replace(half, participants=(2, 3))
-    torch.testing.assert_close(scores(absent, whole), alone)
-    torch.testing.assert_close(scores(half, whole), (2 * alone + scores(half)) / 5**0.5)
+    torch.testing.assert_close(behind(absent, whole), alone)
+    torch.testing.assert_close(behind(half, whole), (2 * alone + behind(half)) / 5**0.5)
 
 
 def test_without_members_the_scores_know_nothing():
     observation, knowledge, _ = asked(0, 400)
-    found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
     coins = torch.rand(400, generator=torch.Generator().manual_seed(0)) < 0.5
-    auc = membership_auc(found, coins)
     # Four standard deviations of the AUC of 200 against 200 exchangeable scores.
-    assert isinstance(auc, float) and abs(auc - 0.5) < 4 * 0.029
+    assert abs(membership_auc(scores(observation, knowledge), coins) - 0.5) < 4 * 0.029
 
 
 @pytest.mark.parametrize(
@@ -111,17 +99,14 @@ def test_without_members_the_scores_know_nothing():
 )
 def test_members_are_told_behind_weak_defenses(defense, least):
     observation, knowledge, members = asked(30, 30, defense=defense)
-    found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
-    auc = membership_auc(found, members)
-    assert isinstance(auc, float) and auc >= least
+    assert membership_auc(scores(observation, knowledge), members) >= least
 
 
 @pytest.mark.parametrize("std", [0.02, 0.2])
 def test_scores_of_others_have_unit_spread_behind_declared_noise(std):
-    observation, knowledge, members = asked(
-        60, 200, defense=[{"name": "gaussian_noise", "std": std}]
-    )
-    found = solve(UpdateMembership(), observation, knowledge, 0).reconstruction.membership
+    defense = [{"name": "gaussian_noise", "std": std}]
+    observation, knowledge, members = asked(60, 200, defense=defense)
+    found = scores(observation, knowledge)
     # Their mean lies below 0: the model expects half of every candidate. Three standard deviations
     # of the spread of 200 scores.
     assert float(found[~members].std()) == pytest.approx(1.0, abs=3 / 400**0.5)
@@ -130,10 +115,7 @@ def test_scores_of_others_have_unit_spread_behind_declared_noise(std):
 def test_rounds_add_up_and_no_candidates_are_a_stated_failure():
     observation, knowledge, _ = asked(10, 10)
     twice = replace(knowledge.candidates, seen=(observation, observation))
-    one, two = (
-        solve(UpdateMembership(), observation, Knowledge(candidates=c), 0).reconstruction
-        for c in (knowledge.candidates, twice)
-    )
-    torch.testing.assert_close(two.membership, one.membership * 2**0.5)
+    one, two = scores(observation, knowledge), scores(observation, Knowledge(candidates=twice))
+    torch.testing.assert_close(two, one * 2**0.5)
     with pytest.raises(AttackFailed, match="no candidates"):
-        solve(UpdateMembership(), observation, Knowledge(), 0)
+        scores(observation, Knowledge())
