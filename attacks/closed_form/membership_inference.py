@@ -1,9 +1,9 @@
 """Membership inference from a closed-form release, by the likelihood ratio.
 
 The informed adversary of differential privacy knows every row but one and asks whether a given row
-is there, too. Both distributions of the release are then known, and no test beats their likelihood
-ratio (Neyman and Pearson, 1933): its power is what (ε, δ) bounds. A kernel regression shows how
-many rows it is of: there the question is whether the missing row is the given one, or any other.
+is there, too. No test beats the likelihood ratio (Neyman and Pearson, 1933): its power is what
+(ε, δ) bounds. A kernel regression shows how many rows it is of: there the question is whether the
+missing row is the given one, or any other.
 """
 
 from __future__ import annotations

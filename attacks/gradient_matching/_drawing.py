@@ -190,13 +190,9 @@ class UNet(nn.Module):
 def resolutions(height: int, width: int) -> int:
     """Counts resolutions: each halves the one before, while both sides are even and stay >= 4."""
     levels = 1
-    while _halves(height, levels) and _halves(width, levels):
+    while not (height | width) % (1 << levels) and min(height, width) >> levels >= _SMALLEST:
         levels += 1
     return levels
-
-
-def _halves(size: int, levels: int) -> bool:
-    return size % (1 << levels) == 0 and size >> levels >= _SMALLEST
 
 
 class _Level(nn.Module):

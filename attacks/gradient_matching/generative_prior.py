@@ -228,8 +228,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
     Two methods: with an untrained generator it is not that of Jeon et al. With one that is trained,
     by `weights` or `training_iterations` (GIAS), codes are searched first, from N(0, 1); then a
     copy of the generator for each image is trained further, at the codes of least own loss.
-    Untrained (GION), one generator of random weights is trained at
-    random codes, by the signs of its gradients.
+    Untrained (GION), one of random weights is trained at random codes, by its gradients' signs.
     """
 
     reads_truncated: ClassVar[bool] = True

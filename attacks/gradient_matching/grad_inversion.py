@@ -45,10 +45,6 @@ class Group(AttackState):
     optimizer: Adam
     rng: torch.Generator
 
-    def candidate(self, images: Tensor) -> Candidate:
-        """Makes a candidate of normalized `images` (N, C, H, W) and the labels of all seeds."""
-        return Candidate(images, self.labels, self.logits)
-
 
 @final
 class GradInversion(IterativeAttack[Group]):
@@ -137,14 +133,14 @@ class GradInversion(IterativeAttack[Group]):
         best = int(losses.nan_to_num(nan=torch.inf).argmin())
         return Reconstruction(
             images=state.matching.pixels(answers[best]),
-            labels=state.candidate(answers[best]).hard_labels(),
+            labels=Candidate(answers[best], state.labels, state.logits).hard_labels(),
             loss=float(losses[best]),
             iterations=state.iteration,
         )
 
     def _fidelity(self, state: Group, images: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Computes a seed's loss without the group's term, its slopes in images and in logits."""
-        candidate = state.candidate(images)
+        candidate = Candidate(images, state.labels, state.logits)
         loss, (slope, *logit_slopes) = state.matching.differentiate(candidate, squared_distance)
         variation, variation_slope = total_variation(images)
         size = _root_mean_square(images)

@@ -1,12 +1,12 @@
 """Features behind a model's head: which attack recovers them, and what they tell of their images.
 
-A user may name one. Else a two-layer head, planted or not, is solved by `best_features`. Behind an
-ordinary linear classifier `classifier_fit` is asked where the classifier's gradient can determine
-the features of so many images, and `extreme_rays`, which reads layers before it, where it cannot.
+A user may name one. Else a two-layer head is solved by `best_features`. Behind a linear classifier
+`classifier_fit` is asked where the classifier's gradient can determine the features of so many
+images, and `extreme_rays`, which reads layers before it, where it cannot.
 
 Where noise, pruning or rounding blurs the head's gradient, a fit of features alone ends in local
-minima: images of one label have nearly the same error signal. Images that reproduce the whole
-update roughly know which is whose: their features lie where the fit goes down to the answer.
+minima. Images that reproduce the whole update roughly know which features are whose: a fit from
+there goes down to the answer.
 """
 
 from __future__ import annotations
@@ -223,12 +223,6 @@ _APART = 0.5
 """Share of the distance to the nearest other features up to which an image's may be off."""
 
 
-def _is_explained_by(classifier: ClassifierGradient, features: Tensor) -> bool:
-    """Says whether `features` (N, d) explain the gradient but for noise and rounding."""
-    problem = Consistency(classifier)
-    return _certificates.is_explained(problem, float(_at(problem, features, 0).losses[0]))
-
-
 def _is_determined_by(classifier: ClassifierGradient, features: Tensor) -> bool:
     """Says whether noise leaves each image's features nearer to the truth than to another's."""
     if classifier.exact or classifier.excess:
@@ -245,7 +239,7 @@ def _fit_classifier(
     classifier: ClassifierGradient, features: Tensor, other: Tensor
 ) -> Tensor | None:
     """Descends from images' `features` (N, d); returns `other` if that explains more."""
-    if _is_explained_by(classifier, features):
+    if are_explained(classifier, features):
         return None
     problem = Consistency(classifier)
     refit = _at(problem, features, _CLASSIFIER_ITERATIONS)
@@ -273,7 +267,8 @@ def are_explained(head: Head, features: Tensor) -> bool:
     """Says whether `features` (N, d) explain the head's gradient up to its noise."""
     features = features.cpu()
     if isinstance(head, ClassifierGradient):
-        return _is_explained_by(head, features)
+        problem = Consistency(head)
+        return _certificates.is_explained(problem, float(_at(problem, features, 0).losses[0]))
     most = 1 + _CHANCE * _explained_by_chance(head, features) if head.noise else _ALL
     return _misfit(head, features) < most
 

@@ -501,10 +501,9 @@ class Relaxation:
     ) -> tuple[list[Tensor], list[float]]:
         """Prepares maps to start from, and how far each is from what the stage before makes."""
         if not start.maps:
-            between = self._staged.maps(start.images)[1:-1]
-            return [each.clone().requires_grad_() for each in between], [unknown_distance] * len(
-                between
-            )
+            between = [each.clone() for each in self._staged.maps(start.images)[1:-1]]
+            distances = [unknown_distance] * len(between)
+            return [each.requires_grad_() for each in between], distances
         entering, initial, distances = start.images, [], []
         for stage, each in zip(self._staged.stages, start.maps, strict=False):
             with torch.no_grad():

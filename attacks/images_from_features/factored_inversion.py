@@ -135,8 +135,7 @@ class Phase:
     final_variation: float = _FINAL_VARIATION
     """Weight of the total variation at the end, over that of the beginning."""
     contrast: float | None = None
-    """Share of the contrast that fills valid pixels, which images get in the end; None: they
-    stay."""
+    """Share of the contrast that fills valid pixels, which images get in the end, if any."""
 
 
 PhaseMaker = Callable[[Tensor], Phase]
@@ -213,23 +212,20 @@ class Phases:
         return self._prior.given_features(features)
 
     def _plan_first(self) -> Phase:
+        iterations = self._one_step_iterations
         if self._recovered is None:
-            labels = infer_labels(self._observation)
-            return self._compare_whole(labels, self._one_step_iterations)
+            return self._compare_whole(infer_labels(self._observation), iterations)
         if are_determined(self._head, self._recovered):
-            return self._plan_factored(self._recovered, self._one_step_iterations)
+            return self._plan_factored(self._recovered, iterations)
         # Behind noise, labels are as doubtful as the features that imply them.
         if self._head.noisy:
             labels = infer_labels(self._observation)
         else:
             labels = signals(self._observation, self._recovered).labels
-        mostly_noise = not self._is_deep and noise_share(self._as_one, self._head) > _MOSTLY_NOISE
-        count = (
-            self._one_step_iterations if mostly_noise else int(_FIRST * self._one_step_iterations)
-        )
-        if not mostly_noise:
+        if self._is_deep or noise_share(self._as_one, self._head) <= _MOSTLY_NOISE:
+            iterations = int(_FIRST * iterations)
             self._plans.insert(0, partial(self._refit_from_images, 1))
-        return self._compare_whole(labels, count)
+        return self._compare_whole(labels, iterations)
 
     def _compare_whole(self, labels: Tensor, iterations: int) -> Phase:
         """Makes a phase that knows of no feature: candidates' whole update is compared."""

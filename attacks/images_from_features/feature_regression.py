@@ -4,9 +4,8 @@ Whoever has images of the kind that clients hold can run them through the model 
 sent, and regress them on their features (ridge regression; its strength by generalized
 cross-validation: Golub, Heath and Wahba, Technometrics 1979). Of a victim's features that gives an
 image, blurred, in seconds (Dosovitskiy and Brox, Inverting Visual Representations with
-Convolutional Networks, CVPR 2016, with a linear map), also behind noise that hides the image itself
-from gradient matching. What is left of the public images says how far, and in which directions, it
-may be off: a prior.
+Convolutional Networks, CVPR 2016, with a linear map), also behind noise. What is left of the public
+images says how far, and in which directions, it may be off: a prior.
 """
 
 from __future__ import annotations

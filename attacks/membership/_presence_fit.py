@@ -1,12 +1,11 @@
 """Fit of the gradients of examples to an update, which says who is part of it.
 
 An update is about a weighted sum of the gradients g_i of what clients trained on, at the weights
-that were sent, plus what the weights moved meanwhile, plus declared noise. The mean gradient v of
-an update is modelled as v = Σ a_i g_i + ε. The coefficients a_i are independent with means m_i and
-variances d_i, and ε is normal with variance s in each of P entries. An example that is asked about
-is there with a given chance. Members that are not asked about are taken for examples like the
-public ones, or like those asked about where none are granted. How many they are, and how much the
-weights moved, are chosen where v is likeliest.
+that were sent, plus what the weights moved meanwhile, plus declared noise: v = Σ a_i g_i + ε. The
+a_i are independent with means m_i and variances d_i, and ε is normal with variance s in each of P
+entries. An example that is asked about is there with a given chance. Other members are taken for
+examples like the public ones, or like those asked about where none are granted. How many they are,
+and how much the weights moved, are chosen where v is likeliest.
 """
 
 from __future__ import annotations

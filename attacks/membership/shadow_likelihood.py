@@ -1,8 +1,7 @@
 """Membership by the likelihood ratio of shadow clients (LiRA).
 
 Shadow clients start each round at the weights that were observed, and train on public examples and
-a random half of the candidates. So there are measurements of each candidate with it and without,
-and the observed one is compared with both.
+a random half of the candidates: there are measurements of each candidate with it and without.
 """
 
 from __future__ import annotations

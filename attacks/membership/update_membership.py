@@ -1,8 +1,7 @@
 """Membership from updates, by asking whether an example's gradient is part of the sum.
 
 The coefficients of candidates in the fit of `fit_presence` tell who took part, from the first round
-on and before anything is overfitted. Scores that ask whether the model knows an example (loss,
-cosine) take all other gradients for noise. Scores of several rounds add up.
+on and before anything is overfitted. Scores of several rounds add up.
 """
 
 from __future__ import annotations
@@ -42,11 +41,9 @@ class UpdateMembership(DirectAttack):
         candidates = require_candidates(knowledge)
         inputs, labels = append_public(candidates.inputs, candidates.labels, knowledge, self.public)
         total = torch.zeros(len(candidates.labels), dtype=torch.float64)
-        rounds = candidates.of_victim(observation)
         losses, square = [], 0.0
-        for seen in rounds:
-            weight = _find_shared_part(seen, observation)
-            if not weight:
+        for seen in candidates.of_victim(observation):
+            if not (weight := _find_shared_part(seen, observation)):
                 continue
             fit = fit_presence(seen, inputs, labels, len(total))
             total += weight * fit.scores
@@ -60,6 +57,7 @@ class UpdateMembership(DirectAttack):
 
 def _find_shared_part(seen: Observation, asked: Observation) -> float:
     """Returns the share of the clients asked about, those of `asked`, that are part of `seen`."""
+    # A candidate's score rises by that share on average, and its spread does not.
     if not (seen.participants and asked.participants):
         return 1.0
     return len({*seen.participants} & {*asked.participants}) / len(asked.participants)
