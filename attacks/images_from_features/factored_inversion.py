@@ -2,7 +2,7 @@
 
 Where features can be recovered (`_heads` chooses how), labels, features and error signals of every
 image are known, and what is left is `_body_gradient`: a least-squares problem in the images alone,
-descended with the slopes of ReLU and max pooling smoothed (`_smooth_slopes`), without which every
+descended with the slopes of ReLU and max pooling smoothed (`smooth`), without which every
 linear piece of the network has a local minimum, and over images of several resolutions (`Pyramid`).
 
 What else an update asks for comes before or in place of that, in phases. Of exact features and one

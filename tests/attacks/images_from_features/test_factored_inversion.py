@@ -14,7 +14,7 @@ from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import LocalTraining
-from fedsim_attacks.fast_autograd._smooth_slopes import max_pool, relu
+from fedsim_attacks.fast_autograd._second_order import smooth_max_pool, smooth_relu
 from fedsim_attacks.gradient_matching._image_priors import chromatic_variation
 from fedsim_attacks.gradient_matching._matching import MatchedUpdate
 from fedsim_attacks.images_from_features._body_gradient import (
