@@ -26,11 +26,11 @@ from fedsim.report import (
     positive_controls,
     render,
     save_grid,
-    standing_still,
     write_report,
 )
 from fedsim.report.charts import accused
 from fedsim.report.dossier import dossier_of
+from fedsim.report.facts import standing_still
 from fedsim.report.judge import Verdict, judge
 from fedsim.report.messages import describe_cautions, describe_control, describe_evidence
 from fedsim.report.row import population_of
@@ -488,8 +488,9 @@ def test_pictures_are_the_scored_pixels(tmp_path: Path) -> None:
     shown = (faint[0, 0] * 255).round().byte().numpy()
     assert shown.max() - shown.min() <= 6
 
-    save_grid(tmp_path / "grid.png", truth, faint, factor=1)
-    assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png"))[34:], shown)
+    save_grid(tmp_path / "grid.png", truth, faint)  # 32 pixels are enlarged to 64; the gap is 2
+    enlarged = shown.repeat(2, 0).repeat(2, 1)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png"))[66:], enlarged)
 
     board(tmp_path, [line(20.0)])
     path = tmp_path / "reconstructions/none/inverting_gradients/round-0001"
