@@ -7,6 +7,11 @@ That is `fedsim leaderboard DIR --format csv` without the columns that are empty
 the folder, its numbers rounded to six digits. Of a run that attacks nothing it is what each stack's
 last round costs, a line for each run in the folders. Both have one column more: `late_train_loss`,
 a stack's mean loss over the second half of its rounds.
+
+    python docs/results/make_csv.py --by-trial runs/board-* > docs/results/board-small.csv
+
+prints a line for each trial, of few columns: trials of one network are not independent, and attacks
+on one batch are compared in pairs.
 """
 
 from __future__ import annotations
@@ -15,18 +20,25 @@ import csv
 import io
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fedsim.report import attacks_nothing, leaderboard_rows, load_runs, render
+from fedsim.report.leaderboard import gains, over_other, value_of
 from fedsim.results.reading import StoredRun
 
+TRIAL_METRICS = ("psnr", "ssim", "haarpsi", "label_accuracy")
 UTILITY = ("defense", "round", "epsilon", "test_loss", "test_accuracy", "test_examples")
 
 
-def main(folders: list[Path]) -> None:
+def main(words: list[str]) -> None:
     """Print it."""
-    rows = list(utility(folders) if attacks_nothing(load_runs(folders)) else leaderboard(folders))
+    folders = [Path(word) for word in words if word != "--by-trial"]
+    if "--by-trial" in words:
+        rows = list(by_trial(folders))
+    else:
+        silent = attacks_nothing(load_runs(folders))
+        rows = list(utility(folders) if silent else leaderboard(folders))
     used = [name for name in rows[0] if name != "folders" and any(row[name] for row in rows)]
     writer = csv.DictWriter(sys.stdout, used, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -36,11 +48,44 @@ def main(folders: list[Path]) -> None:
 def leaderboard(folders: list[Path]) -> Iterator[dict[str, str]]:
     """The lines of the leaderboard."""
     rows = leaderboard_rows(folders)
-    if not all(row.ended for row in rows):
-        sys.exit("a run has not ended, or is not scored to its end: continue it with --resume")
+    require_end(row.ended for row in rows)
     late = late_losses(load_runs(folders))
     for line in csv.DictReader(io.StringIO(render(rows, "csv"))):
         yield {**line, "late_train_loss": late.get(line["defense"], "")}
+
+
+def by_trial(folders: list[Path]) -> Iterator[dict[str, str]]:
+    """Every trial of each run; one without an answer has no gain."""
+    for run in load_runs(folders):
+        require_end([run.ended])
+        # Two processes attack: rows are written as they are done.
+        for row in sorted(run.rows, key=lambda row: (row.batch_size, row.client, row.trial)):
+            (gain,) = gains([row], "psnr") or [""]
+            line: dict[str, object] = {
+                "seed": run.setting("seed"),
+                "defense": row.defense.name,
+                "attack": row.attack.label,
+                "batch_size": row.batch_size,
+                "client": row.client,
+                "trial": row.trial,
+                "ok": row.ok,
+                "gain": gain,
+                "over_other": over_other([row], "psnr")[0],
+            }
+            for name in TRIAL_METRICS:
+                line |= {
+                    name: value_of(row.metrics, name),
+                    f"{name}_guess": value_of(row.baseline, name),
+                }
+            line["test_accuracy"] = row.utility.test_accuracy if row.utility else None
+            line["seconds"] = row.cost.seconds if row.cost else None
+            yield {name: "" if value is None else str(value) for name, value in line.items()}
+
+
+def require_end(ended: Iterable[bool]) -> None:
+    """Stop where a run has not ended."""
+    if not all(ended):
+        sys.exit("a run has not ended, or is not scored to its end: continue it with --resume")
 
 
 def late_losses(runs: list[StoredRun]) -> dict[str, str]:
@@ -74,4 +119,4 @@ def rounded(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main([Path(folder) for folder in sys.argv[1:]])
+    main(sys.argv[1:])

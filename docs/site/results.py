@@ -19,6 +19,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from scipy.stats import spearmanr
 
+from fedsim.scoring.statistics import summarize
+
 DOCS = Path(__file__).parents[1]
 TEMPLATES = {
     "docs/results.md": "results.md.j2",
@@ -101,6 +103,19 @@ def with_interval(
     return f"{shown} [{ends[0]}, {ends[1]}]"
 
 
+def mean_of_pairs(first: Sequence[Row], second: Sequence[Row], column: str) -> Row:
+    """Returns mean and interval of how far a column is above that of the same trials elsewhere."""
+    trial = ("seed", "batch_size", "client", "trial")
+    if [[row[key] for key in trial] for row in first] != [[r[k] for k in trial] for r in second]:
+        raise ClaimError("two attacks were not compared on the same batches")
+    pairs = zip(first, second, strict=True)
+    found = summarize([float(one[column]) - float(other[column]) for one, other in pairs])
+    if found is None or found.low is None:
+        raise ClaimError("an interval needs three trials")
+    ends = {"mean": found.mean, "low": found.low, "high": found.high}
+    return {f"{column}_{name}": str(value) for name, value in ends.items()}
+
+
 def share(value: object) -> str:
     """Writes a share as a percentage."""
     return f"{float(str(value)):.0%}"
@@ -159,6 +174,7 @@ def render(page: str, folder: Path = DOCS / "results") -> str:
         interval=with_interval,
         hold=hold,
         rank_correlation=rank_correlation,
+        mean_of_pairs=mean_of_pairs,
         float=float,
     )
     return environment.get_template(TEMPLATES[page]).render()

@@ -69,3 +69,17 @@ def test_a_sentence_that_is_no_longer_true_is_refused(
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.csv")), ids=lambda path: path.stem)
 def test_no_file_is_of_a_run_that_has_not_ended(path: Path) -> None:
     assert "the run has not ended" not in path.read_text(encoding="utf-8")
+
+
+def test_pairs_are_of_the_same_batches() -> None:
+    first = [
+        {"seed": "1", "batch_size": "8", "client": "0", "trial": str(trial), "psnr": str(psnr)}
+        for trial, psnr in enumerate((15.0, 17.0, 16.0))
+    ]
+    other = [
+        {**row, "psnr": str(float(row["psnr"]) - gain)}
+        for row, gain in zip(first, (1, 2, 3), strict=True)
+    ]
+    assert results.mean_of_pairs(first, other, "psnr")["psnr_mean"] == "2.0"
+    with pytest.raises(results.ClaimError, match="same batches"):
+        results.mean_of_pairs(first, other[::-1], "psnr")
