@@ -2,9 +2,7 @@
 
 The candidates go through the very function that the client ran (`fedsim.models.local`), so that at
 the true images and labels the recomputed update is the observed one, for one gradient as for
-several local steps, for one client as for the mean of many. What a model draws while it trains is
-fitted like the images. Of a tensor that a defense made orthogonal to the gradient and as long, two
-numbers are compared: its norm, and the inner product of 0.
+several local steps, for one client as for the mean of many.
 """
 
 from __future__ import annotations
