@@ -1,8 +1,4 @@
-"""The control that never sees the gradient: what is drawn when nothing but a prior asks for it.
-
-Pictures of an attack are worth no more than what they gain over these. The control is to have the
-prior of the attack that it controls.
-"""
+"""The control that never sees the gradient: it is to have the prior of what it controls."""
 
 from __future__ import annotations
 
