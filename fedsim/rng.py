@@ -108,7 +108,7 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 def normal(
     shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Draws standard normal values of `shape`, by the inverse distribution function in float64.
+    """Draws standard normal values of `shape`, computed in float64 and returned as `dtype`.
 
     A `Stream` draws from its cryptographic stream; any other generator draws by `torch.randn`.
     """

@@ -114,9 +114,9 @@ class LocalTraining:
     """`same`: each step uses the same batch; `different`: each step uses a batch of its own."""
     sampling: Sampling = "without_replacement"
     """`without_replacement`: batches have one size. `poisson`: each of a client's examples is in a
-    step's batch with the same probability. `balls_in_bins`: each draws one of `bins` once, and is
-    in the batch of every `bins`-th step. Where sizes vary, `batch_size` is their mean, by which
-    sums over a batch are divided."""
+    step's batch with the same probability, independently. `balls_in_bins`: each draws one of `bins`
+    once, and is in the batch of every `bins`-th step. Where sizes vary, `batch_size` is their mean,
+    by which sums over a batch are divided."""
     dropout: float = 0.0
     """Probability that a hidden neuron of the head is dropped in a step."""
     rule: StepRule | None = None
@@ -138,7 +138,7 @@ class LocalTraining:
         return self.batch_size * (self.steps if self.batches == "different" else 1)
 
     def bins(self, num_examples: int) -> int:
-        """Returns the number of bins for `num_examples`, of mean size nearest to `batch_size`."""
+        """Returns how many bins to deal `num_examples` into, for a mean nearest `batch_size`."""
         # Halves are rounded up; `round` would take them to the even neighbour.
         return max(1, math.floor(num_examples / self.batch_size + 0.5))
 
@@ -221,7 +221,7 @@ def watcher_of(vantage: str) -> str:
 
 
 def server_of(parameters: Mapping[str, Any]) -> Manipulation:
-    """Returns the server's manipulation of a model by its `parameters`; imprint comes first."""
+    """Returns the manipulation of a model of these `parameters`; an imprint counts first."""
     if parameters.get("imprint"):
         return "modified"
     head = parameters.get("head")
@@ -309,7 +309,7 @@ class ImageChange:
     """Degrees of a rotation, counterclockwise. Columns by which a shear moves a row left, for each
     row below the center. Share of the width (`translate_x`) or height (`translate_y`) that a
     translation moves left or up, in whole pixels. Factor of the contrast around the mean
-    brightness."""
+    brightness. Flips, of left and right (`flip_x`) or top and bottom, have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,7 +389,7 @@ class Effect:
 
     @property
     def exact(self) -> bool:
-        """Whether the update is the computed one, but for factors in (0, 1]."""
+        """Whether the update is the computed one, but for `scaled` and `scaled_examples`."""
         altered = self.removed or self.truncated is not None or self.rounded or self.mixed
         return not altered and not self.batch and not self.noisy
 
@@ -697,12 +697,12 @@ class Dataset:
 
     @property
     def noun(self) -> str:
-        """Word for an example."""
+        """Word for an example: `row` or `image`."""
         return "row" if self.columns else "image"
 
     @property
     def source_noun(self) -> str:
-        """Word for a thing that the source may leave out."""
+        """Word for a thing that the source may leave out: `column` or `file`."""
         return "column" if self.columns else "file"
 
     @property
@@ -778,7 +778,7 @@ class Table:
     client_of: Tensor | None = None
     """(N,) int64: the natural client of each training row, where the source knows it."""
     private_statistics: tuple[str, ...] | None = None
-    """As of `Dataset`, from training rows ("ranges of the columns")."""
+    """Names as in `Dataset.private_statistics`, of training rows ("ranges of the columns")."""
     left_out: tuple[tuple[str, int], ...] = ()
     """(reason, count) of the columns that the source found and did not use."""
 
@@ -815,8 +815,7 @@ class Table:
         """(N,) int64: the class of each test row; None if the target is a quantity."""
         if self.classes is None:
             return None
-        # Inverts the even spacing of K classes on [-1, 1], where class k stands at 2k / (K - 1) -
-        # 1.
+        # Inverts the even spacing of K classes, of which class k stands at 2k / (K - 1) - 1.
         return ((self.test_rows[:, -1] + 1) / 2 * (len(self.classes) - 1)).round().long()
 
     def labelled(self) -> Dataset:

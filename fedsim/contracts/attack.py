@@ -62,8 +62,8 @@ class Attack(Plugin, Generic[S]):
     """Whether it says, of a given row, if that took part. Else it recovers one that did."""
     asked_of_sources: ClassVar[bool] = False
     """Whether it says which client holds each of the given examples, known to be held by one
-    (`Knowledge.records`). It is `asked_of_candidates` as well, and gets those of all clients
-    together."""
+    (`Knowledge.records`). It is `asked_of_candidates` as well, and gets those that took part, of
+    all clients together."""
     follows_tensor_rate: ClassVar[bool] = False
     """Whether `fedsim.privacy.recovery.tensor_rate` is what theory predicts of its error."""
     reads_truncated: ClassVar[bool] = False
@@ -106,8 +106,8 @@ class Attack(Plugin, Generic[S]):
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> S:
         """Returns the state before the first step, with tensors on the observation's device.
 
-        `rng`, on the CPU, is the only source of randomness. An AttackFailed says that nothing can
-        be recovered.
+        `rng`, on the CPU, is the only source of randomness. An AttackFailed, with the reason, says
+        that nothing can be recovered from this observation.
         """
 
     @abstractmethod
@@ -123,7 +123,7 @@ class Attack(Plugin, Generic[S]):
         """Returns what was recovered; images are in pixels on [0, 1]."""
 
     def total(self) -> int | None:
-        """Returns the number of iterations of one restart, for progress; None if unknown."""
+        """Returns one restart's number of iterations, for progress; None (the default): unknown."""
         return None
 
 
@@ -165,7 +165,7 @@ def _name_of(text: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Holds what a progress display is told while an attack runs; restarts count from 0."""
+    """Holds what a progress display is told; restarts count from 0, `total` is None if unknown."""
 
     restart: int
     restarts: int
@@ -206,7 +206,16 @@ def solve(
     """Runs `attack` from several starting points, and returns the answer of least own loss.
 
     Same arguments, same result but for `seconds` and memory. Tensors of the answer are on the
-    device of the observation's parameters. `progress` is called at most once in `every` seconds.
+    device of the observation's parameters.
+
+    Args:
+        attack: The attack with its parameters.
+        observation: What the attacker saw.
+        knowledge: What the attacker is granted beside the observation.
+        seed: Seed of all that the attack draws.
+        restarts: Number of starting points, at least 1.
+        progress: Function that is called with the attack's progress, if any.
+        every: Least number of seconds between two calls of `progress`.
 
     Raises:
         AttackFailed: the update is zero everywhere or not finite, a step of the attack raises it,
@@ -260,7 +269,12 @@ def solve(
 
 
 def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[AttackState]:
-    """Makes the attack `name` with `parameters`; a PluginError or ValidationError refuses them."""
+    """Makes the attack registered as `name`, with `parameters` and the defaults of all others.
+
+    Raises:
+        PluginError: `name` is not installed, cannot be imported, or is no attack.
+        ValidationError: a parameter is unknown, missing or out of its range.
+    """
     cls = plugins.load("fedsim.attacks", name)
     if not issubclass(cls, Attack):
         raise plugins.PluginError(f"attack plugin {name!r} does not derive from Attack")
@@ -268,7 +282,10 @@ def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[
 
 
 def unreadable(attack: str, reads: Sequence[Payload], released: Payload | None) -> str | None:
-    """Returns why an attack that `reads` these kinds cannot read `released`; None if it can."""
+    """Returns why `attack` (a name) cannot read `released`; None if it can.
+
+    `reads` has the kinds that it reads, and a `released` of None stands for what no attack reads.
+    """
     if released in reads:
         return None
     what = {"update": "updates of a model", None: "what no attack reads"}

@@ -62,15 +62,15 @@ class DataDefense(Plugin):
 
     @abstractmethod
     def sigma(self, release: Release) -> float:
-        """Returns the σ >= 0 of the σ I below a client's rows; a FedsimError if none is enough."""
+        """Returns the σ >= 0 of σ I, in the rows' units; a FedsimError if none fits `release`."""
 
     @abstractmethod
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns what is proven of a release from the regularized rows; it fails as `sigma`."""
+        """Returns what is proven of a release from the regularized rows; it raises as `sigma`."""
 
     @property
     def least_clients(self) -> int:
-        """Least number of clients whose combined releases have the claim of `Guarantee.pooled`."""
+        """Least number of clients whose combined releases have the claim `pooled`; 1 by default."""
         return 1
 
     @property
@@ -121,7 +121,7 @@ class StatisticDefense(Plugin):
         return False
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses a `client`'s `value` that contradicts the claim's assumption (`DataDefense`)."""
+        """Refuses a `client`'s `value`, as `DataDefense.check` refuses rows; by default none."""
 
     @abstractmethod
     def public_parameters(self, release: Release) -> Mapping[str, float]:
@@ -140,8 +140,8 @@ class UpdateDefense(Plugin):
     """
 
     deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    """Import name of a mod or filter of another framework that does the same -> its settings, by
-    name there -> parameter here. Where a tap finds one in an app, the defense stands for it."""
+    """Import name of another framework's mod or filter that does the same -> its settings: name
+    there -> parameter here. Where a tap finds one in an app, the defense stands for it."""
 
     @property
     def claimed_epsilon(self) -> float | None:
@@ -149,7 +149,7 @@ class UpdateDefense(Plugin):
         return None
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Returns the state before the first round, for updates like `update`; by default none.
+        """Returns the state before the first round, for updates shaped like `update`; default {}.
 
         `sensitivity` is the L2 bound that the defenses before this one guarantee (inf if none).
         """
@@ -168,10 +168,14 @@ class UpdateDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns what is proven after this defense; a FedsimError if it cannot follow `before`."""
+        """Returns what is proven after this defense, given what was proven `before` it.
+
+        Raises:
+            FedsimError: the defense cannot follow what comes before it.
+        """
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns what the defense does to an update, for attacks to allow for.
+        """Returns what the defense does to an update of which `before` is proven, for attacks.
 
         The default is UNKNOWN: attacks then assume noise of unknown size, so that the defense looks
         safer than it is.
@@ -179,7 +183,10 @@ class UpdateDefense(Plugin):
         return UNKNOWN
 
     def public_parameters(self, before: Guarantee) -> Mapping[str, float]:
-        """Returns public parameters that replace declared ones in observations; none by default."""
+        """Returns parameters that follow from declared ones and `before`; none by default.
+
+        They are as public as those, and replace them in observations.
+        """
         return {}
 
 
@@ -208,7 +215,10 @@ class TrainingDefense(Plugin):
         return None
 
     def with_noise(self, multiplier: float) -> TrainingDefense:
-        """Returns a copy with noise of `multiplier` times the clipping bound; none by default."""
+        """Returns a copy with the same target and noise of `multiplier` times the clipping bound.
+
+        The default raises a NotImplementedError: a defense without `target` takes no noise.
+        """
         raise NotImplementedError(f"{type(self).__name__} has a target and takes no noise")
 
     def training(self, declared: LocalTraining) -> LocalTraining:
@@ -225,10 +235,16 @@ class TrainingDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns what is proven after `training` (with all defenses), given what was `before`."""
+        """Returns what is proven of the update, given what was proven `before` this defense.
+
+        `training` is that after all training defenses of the stack, later ones included.
+        """
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns what the defense does to the update beyond `training`; by default UNKNOWN."""
+        """Returns what it does to the update beyond `training`; by default UNKNOWN.
+
+        `training` is as of `guarantee`.
+        """
         return UNKNOWN
 
 
@@ -239,7 +255,8 @@ class StatefulTrainingDefense(TrainingDefense):
     def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
         """Returns the function that gives the direction of a local `step`.
 
-        It may read and replace entries of the client's `memory`, empty before its first step.
+        It may read and replace entries of the client's `memory`, which is empty before its first
+        step and kept between rounds.
         """
 
     def gradient(self, step: LocalStep) -> GradientFn:
@@ -297,7 +314,10 @@ class AggregationDefense(Plugin):
         """
 
     def seen_by_one_of(self, participants: int) -> AggregationDefense:
-        """Returns the aggregation as a participant sees it, who takes its own update off."""
+        """Returns the aggregation as one of so many `participants` sees it.
+
+        That client takes its own update off. By default the others stay hidden as well as before.
+        """
         return self
 
     @abstractmethod
@@ -314,9 +334,11 @@ class ServerRound:
     """Holds what the server's noise in a round depends on, which is independent of who answers."""
 
     clients: int
+    """Number of clients that are asked."""
     sensitivity: float
     """L2 bound on one client's update."""
     stream: torch.Generator
+    """Stream of this round's noise."""
     before: torch.Generator | None
     """Stream of the round before, again from its start; None in the first round."""
 
@@ -350,7 +372,10 @@ class SumTerms:
     The sum is that of clipped updates, each times its weight."""
 
     def client_noise(self, participants: int) -> float:
-        """Returns the deviation of noise on an entry of each participant's weighted update."""
+        """Returns the standard deviation of each client's noise on an entry of its update.
+
+        The update is then clipped and weighted. `participants` is their number in the round.
+        """
         # At least so many honest clients are in a sum, and their variances add up to `noise`².
         return self.noise / math.sqrt(participants * (self.threshold - self.colluding))
 
@@ -399,14 +424,17 @@ def all_finite(update: Tensors) -> bool:
 
 
 def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
-    """Returns `update` plus N(0, std^2) on every entry, as `add_noise`; `std` 0 changes no bit."""
+    """Returns `update` plus N(0, std^2) on every entry, by `add_noise`; `std` 0 changes no bit."""
     if std == 0:
         return dict(update)
     return add_noise(update, std, standard_normal(update, rng))
 
 
 def standard_normal(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-    """Returns draws of N(0, 1) in float64 like `like`, cryptographic if `rng` is a `Stream`."""
+    """Returns float64 draws of N(0, 1), of the names, shapes and devices of `like`.
+
+    They protect if `rng` is a `fedsim.rng.Stream`; any other's are torch's, and can be predicted.
+    """
     return {
         # Drawn on the CPU and moved, so that every device adds the same noise.
         name: normal(tensor.shape, rng, torch.float64).to(tensor.device)

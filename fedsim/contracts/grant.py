@@ -108,14 +108,14 @@ class Grant(BaseModel):
 
     @classmethod
     def meanings(cls, of: str | None = None) -> dict[str, Meaning]:
-        """Returns field -> its meaning, of all or of those for attacks `of` images or rows."""
+        """Returns field -> meaning, for attacks on `of` (`images` or `rows`); None: all fields."""
         # Pydantic keeps what `Annotated` adds to a type, here a `Meaning`, as metadata.
         own = {name: info.metadata[0] for name, info in Grant.model_fields.items()}
         return {name: meaning for name, meaning in own.items() if of in (None, meaning.of)}
 
     @classmethod
     def least(cls, **more: str) -> Grant:
-        """Returns the grant of `more`, and the least of all else: what an attack needs."""
+        """Returns the grant of `more`, and the least of all else; a ValidationError if unknown."""
         least = {name: values[0] for name, values in cls.values().items()}
         return Grant.model_validate(least | more)
 

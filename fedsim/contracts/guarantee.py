@@ -55,7 +55,8 @@ def of_steps(
 
     Neighbours differ in one example. Where examples are drawn independently of each other, it is
     there or not (`zero_out`); in a batch of fixed size, another one is in its place
-    (`replace_one`). `training` is that after the stack's training defenses.
+    (`replace_one`). `training` is that after the stack's training defenses; all else is as in
+    `Mechanism`.
     """
     steps = 1 if training.algorithm == "fedsgd" else training.steps
     # One batch for all steps is not drawn anew: the example may be in each, and nothing is
@@ -88,10 +89,10 @@ class ExactMechanism(ABC):
 
     @abstractmethod
     def epsilon(self, delta: float, releases: int) -> float:
-        """Returns the least proven ε at `delta` of these independent `releases`; inf if none is."""
+        """Returns the least proven ε at `delta` of so many independent `releases`; inf if none."""
 
     def with_share(self, share: float) -> ExactMechanism | None:
-        """Returns the release with a `share` of its noise's variance; None: not known."""
+        """Returns the release with `share` of its noise's variance; None (default): not known."""
         return None
 
 
@@ -111,7 +112,10 @@ class CurveMechanism(ABC):
 
     @abstractmethod
     def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns ln δ at each of `epsilons` >= 0: the largest over neighbours, both directions."""
+        """Returns ln δ at each of `epsilons` >= 0, in their shape.
+
+        It is the largest over neighbours, in both directions.
+        """
 
 
 @final
@@ -205,12 +209,15 @@ class Guarantee:
         return None if self.shapes is None else sum(map(math.prod, self.shapes))
 
     def bounded(self, norm: float) -> Guarantee:
-        """Returns it after a step that lengthens no update and leaves none over the L2 `norm`."""
+        """Returns the guarantee after a step that lengthens nothing, with the L2 bound `norm`."""
         # What was proven before still holds, as the step lengthens nothing.
         return replace(self, sensitivity=min(self.sensitivity, norm))
 
     def unproven(self, reason: str) -> Guarantee:
-        """Returns it after a step that may enlarge the update, for that `reason`."""
+        """Returns the guarantee after a step that may enlarge the update; `mechanism` stays.
+
+        Without one, `reason` says which step, and is stated where ε is infinite.
+        """
         # Behind the noise all is post-processing, which no later step can undo.
         reason = self.reason if self.mechanism else reason
         return replace(self, sensitivity=math.inf, reason=reason)

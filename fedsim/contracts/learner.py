@@ -118,7 +118,10 @@ class Computation(ABC):
     """Whether clients also release batch-norm statistics of their data."""
 
     def describe(self) -> ModelSpec | ReleaseSpec | None:
-        """Returns what an observation says of the model or release; None if none is observed."""
+        """Returns what an observation says of the model or release; None if none is observed.
+
+        The default is `spec`: a closed-form learner that is observed has to override it.
+        """
         return self.spec
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth | None:
@@ -129,7 +132,10 @@ class Computation(ABC):
         return None
 
     def most_examples(self, training: LocalTraining) -> int:
-        """Returns the largest weight of a client in the mean, in examples, after defenses."""
+        """Returns the largest weight, in examples, of a client in the mean, after defenses.
+
+        `training` is that after the defenses, and its `num_images` are the default.
+        """
         return training.num_images
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
@@ -142,7 +148,10 @@ class Computation(ABC):
 
     @abstractmethod
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Computes a client's update, within `Stack.memory_of`; `rng` is the defenses' stream."""
+        """Computes one client's update of one round; `rng` is the defenses' stream.
+
+        Training asks for directions within `Stack.memory_of`, which its caller has entered.
+        """
 
     @abstractmethod
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
@@ -156,8 +165,9 @@ class Computation(ABC):
     def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
         """Returns the clients' mean update of one parameter, float64, as two global models tell it.
 
-        It undoes `apply_update` and `finalize` of a mean in which all clients weigh the same. Only
-        learners for which that is possible override it; the default refuses by a FedsimError.
+        Its values there are `before` and `after`. The method undoes `apply_update` and `finalize`
+        of a mean in which all clients weigh the same. Only learners for which that is possible
+        override it; the default refuses by a FedsimError.
         """
         raise FedsimError(
             "two global models do not tell the mean update of this learner's clients; remove "
@@ -166,7 +176,10 @@ class Computation(ABC):
 
     @abstractmethod
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the new global parameters, given the `mean` of what `apply_update` returned."""
+        """Returns the new global parameters, given the strategy's `mean` over so many `clients`.
+
+        The mean is of what `apply_update` returned, and not of updates.
+        """
 
     @abstractmethod
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
@@ -214,7 +227,7 @@ class Learner(Plugin):
         return None
 
     def least_examples(self, training: LocalTraining) -> int:
-        """Returns the number of examples that a client has to hold at least, before any defense."""
+        """Returns how many examples a client has to hold, before any defense; by default 1."""
         return 1
 
     @abstractmethod
@@ -229,7 +242,7 @@ class TrainingLearner(Learner):
     section: ClassVar[str] = "model"
 
     def view(self, data: Dataset | Table) -> Dataset | Table:
-        """Returns a table as features and classes, on which a model is trained."""
+        """Returns a table as features and classes, to train on; a FedsimError if it has none."""
         # A closed-form learner reads a table's rows as they are, a network inputs and classes.
         return data.labelled() if self.data is Dataset else data
 
@@ -263,7 +276,11 @@ class DataSource(Plugin):
         return None if named is None else str(named)
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
-        """Returns `dataset` with all that is computed from training data made anew, for audits."""
+        """Returns `dataset` with all that this source computes from training data computed anew.
+
+        An audit calls it after it exchanged an image. The default returns `dataset`: nothing is
+        computed.
+        """
         return dataset
 
 

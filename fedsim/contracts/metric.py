@@ -172,7 +172,10 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
 
 
 def assign(cost: Tensor) -> list[int]:
-    """Returns the column of each row of `cost` (N, M), or `MISSING`, at the least total cost."""
+    """Returns the column of each row of `cost` (N, M) at the least total cost, or `MISSING`.
+
+    It is on the CPU and holds no NaN.
+    """
     if cost.shape == (1, 1):  # without scipy, whose import takes half a second
         return [0]
     from scipy.optimize import linear_sum_assignment
@@ -186,7 +189,10 @@ def assign(cost: Tensor) -> list[int]:
 
 
 def align(values: Tensor, assignment: list[int], fill: Tensor) -> Tensor:
-    """Returns `values` (M, ...) by `assignment`, on the CPU, with `fill` (...) where `MISSING`."""
+    """Returns `values` (M, ...) on the CPU in the order of truths, by their `assignment`: (N, ...).
+
+    Where that is `MISSING`, `fill` (...) stands.
+    """
     values = values.detach().cpu()
     fill = fill.detach().cpu().to(values.dtype)
     return torch.stack([fill if k == MISSING else values[k] for k in assignment])

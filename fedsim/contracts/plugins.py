@@ -176,7 +176,7 @@ def reference(group: str, plugin: Plugin) -> Named:
 
 
 def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
-    """Loads the class `name` of `group`, as `load` does; it has to derive from one of `roles`."""
+    """Loads a class as `load` does; a PluginError as well if it derives from none of `roles`."""
     cls = load(group, name)
     if not issubclass(cls, roles):
         wanted = " or ".join(role.__name__ for role in roles)
@@ -205,7 +205,7 @@ def list_installed(group: str) -> list[Installed]:
 
 
 def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
-    """Returns the JSON Schema of a plugin's parameters, which a type without one refuses."""
+    """Returns the JSON Schema of a plugin's parameters; a PluginError if a type has none."""
     try:
         return cls.model_json_schema(ref_template=ref_template, schema_generator=Described)
     except Exception as error:  # pydantic has no common base for what may go wrong here
@@ -216,7 +216,7 @@ def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[
 
 
 def parameters(cls: type[BaseModel]) -> tuple[Parameter, ...]:
-    """Returns the parameters of a plugin, in the order of its class; it fails as `schema`."""
+    """Returns the parameters of a plugin, in the order of its class; it raises as `schema` does."""
     whole = schema(cls)
     definitions = whole.get("$defs", {})
     required = whole.get("required", [])

@@ -250,7 +250,7 @@ class Stack:
         return Guarantee(mechanism=Composed(tuple(parts.values())), reason="")
 
     def shows_losses(self, declared: LocalTraining) -> bool:
-        """Returns whether clients that train may report their loss: not if updates are hidden."""
+        """Returns whether clients may report losses: not if updates are hidden or privatized."""
         proven = self.guarantees(declared)
         # A loss is a function of the data that none of the noise hides.
         return self.aggregation is None and not any(held.mechanism for held in proven)
@@ -258,7 +258,7 @@ class Stack:
     def init(
         self, update: Tensors, declared: LocalTraining, release: Release | None = None
     ) -> Tensors:
-        """Returns the state of all update defenses; names begin with their index (`0.name`)."""
+        """Returns the state of all update defenses before round 1, named by index (`0.name`)."""
         proven = self.guarantees(declared, release)
         return {
             f"{index}.{name}": tensor
@@ -270,7 +270,10 @@ class Stack:
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns (defended update, next state); integer tensors pass all update defenses by."""
+        """Returns (defended update, next state); integer tensors pass all update defenses by.
+
+        `state` is what `init` or the previous round returned, and is not changed.
+        """
         defended = _floating(update)
         after: dict[str, Tensor] = {}
         for index, defense in enumerate(self.update_defenses):

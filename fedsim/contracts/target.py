@@ -152,8 +152,8 @@ class Target(Plugin):
     """Gain in the first metric from which a trial leaks, over the guess and over another update. If
     it `ranks_by` the mean, an error, it leaks at this share of the guess's error or less."""
     exposes: ClassVar[float | None] = None
-    """Gain in the first metric that no attack has by chance, so that one such trial is a leak; or
-    None."""
+    """Gain in the first metric that no attack has by chance, so that one such trial is a leak; None
+    if there is none."""
     likeness: ClassVar[Mapping[str, float]] = {}
     """Metric of likeness -> its value from which an answer that leaks is recognizable. An answer
     may leak by these, whatever the first metric says. The first of them judges means."""
@@ -164,8 +164,8 @@ class Target(Plugin):
     """Metric -> its value that an answer must reach as well before it counts as recognizable, where
     it was measured. What leaks, leaks without it."""
     recognizable_from: ClassVar[float | None] = None
-    """Value of the first metric from which an answer that leaks is recognizable, without
-    likeness."""
+    """Value of the first metric from which an answer that leaks is recognizable, where its likeness
+    was not measured."""
     works: ClassVar[float | None] = None
     """Gain in the first metric of an undefended attack from which the positive control passes. If
     None, the main target passes where it `leaks`, and any other target alone does not pass."""
@@ -210,10 +210,10 @@ class Target(Plugin):
         return value is not None and least is not None and self.ranking.gain(value, least) >= 0
 
     def leave(self, batch: Truth, held: HeldExamples) -> Tensor | None:
-        """Returns a tensor that a client leaves for the score; None if its `batch` is enough.
+        """Returns a tensor that a client leaves for the score; None, the default, if it needs none.
 
-        It becomes part of the client's own truth, which no attack gets to read. `held` is all that
-        the client holds.
+        It becomes part of the client's own truth, which no attack gets to read. `batch` is what the
+        update was computed from, and `held` all that the client holds.
         """
         return None
 
@@ -223,19 +223,19 @@ class Target(Plugin):
         return self.part
 
     def truth_of(self, truth: Truth) -> Tensor | None:
-        """Returns the truth that answers are compared with; None if it was not recorded."""
+        """Returns the truth of answers, by default tensor `truth_name`; None if not recorded."""
         return truth.tensors().get(self.truth_name)
 
     def answer_of(self, found: Reconstruction) -> Tensor | None:
-        """Returns an attack's answer to this target; None if it gave none."""
+        """Returns an attack's answer to this target, by default its `part`; None without one."""
         return found.parts().get(self.part)
 
     def prepare(self, resources: Resources) -> Any:
-        """Returns aids for scores that take long to make, of `resources`; once in a process."""
+        """Returns aids for scores that take long to make (once in a process); by default None."""
         return None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, an answer of another shape or with entries not finite."""
+        """Refuses, by a ScoringError, an answer: by default one of another shape, or not finite."""
         true = self.truth_of(truth)
         if true is not None and answer.shape != true.shape:
             raise ScoringError(
@@ -257,7 +257,7 @@ class Target(Plugin):
         return TargetScores(values=self.compute_metrics(pair))
 
     def check_each(self, answer: Tensor, true: Tensor) -> None:
-        """Refuses, by a ScoringError, an `answer` (M, ...) of other parts than `true` (N, ...)."""
+        """Refuses, by a ScoringError, parts of `answer` (M, ...) shaped unlike `true` (N, ...)."""
         if answer.shape[1:] != true.shape[1:]:
             raise ScoringError(
                 f"reconstructed {self.noun} are {tuple(answer.shape[1:])} each, the truth's are "
@@ -289,7 +289,7 @@ class Target(Plugin):
         return {}
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns what is saved for a missing part of an answer, like one of `true` (N, ...)."""
+        """Returns what is saved for a missing part, like one of `true` (N, ...); default zeros."""
         return torch.zeros_like(true[0])
 
     def tensors_to_save(
@@ -327,7 +327,7 @@ class Target(Plugin):
         return tensors.get(answer_name), known
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns the answer to another update as one for this update: the control.
+        """Returns the answer to another update as one for this, the control; as it is by default.
 
         `pairs` has the row of the other update that stands for each row of this one, for targets
         that are `asked_singly`.
@@ -413,7 +413,7 @@ def ranking_targets() -> Mapping[str, Target]:
 
 
 def main_target(payload: Payload) -> Target:
-    """Returns the target that attacks on messages of kind `payload` are after."""
+    """Returns the target of attacks on messages of kind `payload`; a PluginError if none is."""
     for target in targets().values():
         if payload in target.payloads:
             return target
