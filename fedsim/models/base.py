@@ -60,7 +60,7 @@ def norm(kind: Norm, channels: int) -> nn.Module:
 
 
 def require_size(model: str, input_shape: tuple[int, ...], minimum: int) -> None:
-    """Refuses, by a FedsimError, inputs (C, H, W) of fewer than `minimum` pixels on a side."""
+    """Refuses, by a FedsimError on `model`, inputs (C, H, W) below `minimum` pixels on a side."""
     _, height, width = input_shape
     if min(height, width) < minimum:
         raise FedsimError(

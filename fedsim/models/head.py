@@ -71,7 +71,7 @@ class TwoLayerHead(nn.Module):
 
 
 def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> nn.Module:
-    """Builds the head of `config`, or a linear one, whose last layer is called `output`."""
+    """Builds the head of `config`, or a linear one if None; its last layer is called `output`."""
     if config is not None:
         return TwoLayerHead(config, in_features, num_classes)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -83,7 +83,7 @@ def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> 
 def assemble(
     body: nn.Module, head: HeadConfig | None, input_shape: tuple[int, ...], num_classes: int
 ) -> Classifier:
-    """Joins a new `body` with the head of `head` for one input's shape, (C, H, W) or (D,)."""
+    """Joins a new `body` with the head that `make_head` makes; one input is (C, H, W) or (D,)."""
     features = feature_size(body, input_shape)
     unit = head is not None and head.unit_features
     return Classifier(body, make_head(head, features, num_classes), unit_features=unit)

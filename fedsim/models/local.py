@@ -148,7 +148,11 @@ def gradient(
     create_graph: bool = False,
     on_loss: Callable[[Tensor], None] | None = None,
 ) -> Tensors:
-    """Computes the gradient of `loss` by the parameters' names; `on_loss` gets the loss, 0-d."""
+    """Computes the gradient of `loss`, by the parameters' names.
+
+    Images and labels are as in `loss_function`. With `create_graph` the gradient is differentiable
+    in the images. `on_loss` is called with the detached loss, 0-d.
+    """
     inputs = {
         # Weights that depend on candidate images keep their graph; all others become leaves.
         name: value if value.requires_grad else value.detach().requires_grad_()
@@ -278,9 +282,10 @@ def mean_gradient_factor(training: LocalTraining) -> float:
 def update_noise(observation: Observation) -> float | None:
     """Returns the variance of the announced noise in an entry of the update; None if unknown.
 
-    It is 0 without noise, and of a mean where the update is one. It is unknown of noise on a sum,
-    of an undeclared effect, where noise of steps went through an optimizer that is more than a sum
-    of gradients, and of noise that is correlated from step to step in a mean of several releases.
+    It is 0 without noise, and that of the mean where the update is one. It is unknown of noise on a
+    sum, of an undeclared effect, where noise of steps went through an optimizer that is more than a
+    sum of gradients, and of noise that is correlated from step to step in a mean of several
+    releases.
     """
     training = observation.training
     variance = 0.0

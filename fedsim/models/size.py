@@ -24,6 +24,7 @@ class Size:
     """States the bytes of a model, counted without storage."""
 
     state: int
+    """Bytes of parameters and buffers."""
     image: int
     """Bytes of all layers' outputs for one image, which a gradient has to keep."""
 
@@ -168,7 +169,10 @@ def check(size: Size | None, content: str = "the model's weights") -> None:
 
 
 def check_batch(size: Size | None, key: str, images: int, device: torch.device) -> None:
-    """Refuses, by a FedsimError that names `key`, too large a gradient of so many `images`."""
+    """Refuses, by a FedsimError that names `key`, `images` whose gradient is too large.
+
+    That is if it and the model exceed the memory of `device`; a `size` of None passes.
+    """
     if size is not None:
         memory.check(
             _COPIES * size.state + 2 * images * size.image,

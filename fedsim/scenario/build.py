@@ -55,7 +55,7 @@ RESERVED: dict[str, tuple[str, ...]] = {
 
 
 def plugin_class(group: str, name: str) -> type[Plugin]:
-    """Returns the class registered as `name` in `group`, if a scenario can name it.
+    """Returns the class registered as `name` in `group`, of `ROLES`, if a scenario can name it.
 
     Raises:
         PluginError: it cannot be loaded as one of `ROLES`, or has a parameter whose name is
@@ -131,7 +131,7 @@ def problem_of(
     examples: int,
     device: torch.device,
 ) -> Problem:
-    """Describes what the scenario's learner works on, as `Problem` has it."""
+    """Describes what the scenario's learner works on; `described` is the `Problem.dataset`."""
     return Problem(
         learner=_name_plugin(scenario.learner),
         stack=stack,

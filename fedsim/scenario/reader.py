@@ -63,7 +63,7 @@ def read(path: str | Path) -> Document:
 
 
 def parse_yaml(text: str, origin: str, *, lines: bool = True) -> Document:
-    """Reads `text` as a document, or refuses it; errors name `origin` and, if `lines`, lines."""
+    """Reads `text` as a document; a ScenarioError names `origin` and, if `lines`, the line."""
     builder = _Builder(origin, lines)
     try:
         return builder.document(yaml.parse(text, Loader=yaml.SafeLoader))

@@ -37,7 +37,7 @@ def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
 
 
 def resolve_plugin(group: str, written: Document) -> PluginRef:
-    """Resolves a plugin of `group` that is written outside of a scenario, or refuses it."""
+    """Resolves a plugin that is written outside of a scenario; a ScenarioError if it is wrong."""
     resolver = _Resolver(written)
     entry = resolver.plugin(Slot((), group, written.value), ("name",))
     if resolver.problems:
@@ -46,7 +46,7 @@ def resolve_plugin(group: str, written: Document) -> PluginRef:
 
 
 def resolve_section(name: str, written: Document) -> Any:
-    """Returns the top-level section `name`, or its default, of a scenario without any others."""
+    """Returns section `name`, or its default, written alone; a ScenarioError if it is wrong."""
     resolver = _Resolver(written)
     section = resolver.section(name, written.value)
     if resolver.problems:

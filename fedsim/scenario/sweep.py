@@ -219,7 +219,7 @@ class Variant(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Name as of a folder: `training.local.steps=4`; empty for no sweep.
+        """Name of the variant as of a folder: `training.local.steps=4`; empty for no sweep.
 
         Where a value had to be shortened, a digest of the assignment keeps the label unique.
         """

@@ -36,7 +36,7 @@ def spent(
 
 
 def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
-    """Returns what the stack guarantees for the release `seen`, for the client worst off."""
+    """Returns the claim on the release `seen`, repeated or not, for its worst-off client."""
     scenario, probing = server.scenario, bool(server.scenario.observe.batch_sizes)
     declared = server.declared
     if probing:

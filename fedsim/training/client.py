@@ -168,7 +168,10 @@ class Client:
     def sum_stream(
         self, round: int, probe: Probe | None, parameters: Tensors, buffers: Tensors
     ) -> rng.Stream:
-        """Returns the stream of roundings and noise in a secure sum of the client's update."""
+        """Returns the stream of roundings and noise in a secure sum of the client's update.
+
+        The update was computed from these `parameters` and `buffers`; `probe` is None in training.
+        """
         secret, at = self._noise(parameters, buffers)
         again = (probe.release,) if probe else ()
         return rng.generator(secret, "secure sum", *self._path(round, probe), *again, *at)
@@ -333,7 +336,7 @@ _PARTS = ("update", "own_buffer", "parameter", "buffer")
 
 
 def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[str, Tensor]:
-    """Returns what a participant keeps of a round, by name: its `update`, and the global model."""
+    """Returns what a participant keeps of a round: its `update`, and the model it began from."""
     parts = zip(_PARTS, (update.tensors, update.buffers, parameters, buffers), strict=True)
     return {f"{kind}.{name}": value for kind, part in parts for name, value in part.items()}
 

@@ -160,7 +160,7 @@ class Schedule:
 
     @property
     def watchers(self) -> list[Watcher]:
-        """Observers of clients' answers that `observe.vantages` names and TLS lets see."""
+        """Those of `observe.vantages` who see answers: server and, without TLS, eavesdropper."""
         wanted = self.scenario.observe.vantages
         encrypted = self.scenario.federation.tls
         return [

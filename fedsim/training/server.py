@@ -159,7 +159,7 @@ class Server:
         return aggregation if isinstance(aggregation, MaskedAggregation) else None
 
     def sum_terms(self, probe: Probe | None) -> SumTerms:
-        """Returns the terms of a secure sum of answers to `probe`, or (None) of training."""
+        """Returns the terms of the `protocol`'s sum of answers to `probe`, or (None) training."""
         assert self.protocol is not None
         declared = self.declared_for(probe)
         # The last guarantee is the aggregation's. The one before bounds what each client adds to
@@ -270,7 +270,7 @@ class Server:
         *,
         seed: int | None = None,
     ) -> Update:
-        """Returns what the server sees of all `updates` of `round`, as the stack's aggregation.
+        """Returns what the server sees of all `updates` of `round`, by the stack's aggregation.
 
         They answer `probe`, or (None) an order to train, and are taken one by one. `seed` is that
         of the server's noise; by default its own.
@@ -392,7 +392,7 @@ class Server:
         return observation_id(self.stack_name, round, client, suffix, watcher)
 
     def recorded_as(self, round: int, client: int, probe: Probe | None) -> list[str]:
-        """Returns the ids of all recordings that `client`'s answer (None: training) is part of."""
+        """Returns the ids of all recordings of `client`'s answer to `probe` (None: training)."""
         ids, plan = [], self.plan(round)
         if client in plan.observed and (probe or not plan.probes):
             seen_as = [-1] if self.stack.aggregation else [client]
@@ -422,7 +422,7 @@ class Server:
         return self.computation.evaluate(parameters, buffers)
 
     def declared_for(self, probe: Probe | None) -> LocalTraining:
-        """Returns the local training that answers `probe`, or (None) an order, undefended."""
+        """Returns the training that answers `probe` (None: an order to train) before defenses."""
         return self.declared if probe is None else self.declared_of(probe.batch_size)
 
     def declared_of(self, batch_size: int) -> LocalTraining:

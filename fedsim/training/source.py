@@ -82,8 +82,9 @@ def private_statistics(
 
     Weights to start from may be a model of the same clients: they count unless the scenario
     declares them public. Where a partition deals by labels, one example also influences who holds
-    the others (not if data are not `dealt`, as clients bring them). Where one of `owns` has equal
-    images, one of them influences how often counted probes draw the others.
+    the others; not if data are not `dealt`, but brought by clients. `owns` has the indices of each
+    known client's examples: where some of its images are equal, one of them influences how often
+    counted probes draw the others.
     """
     found = dataset.private_statistics
     if found is None:

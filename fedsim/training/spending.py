@@ -125,7 +125,7 @@ class Account:
     held: Sequence[int]
 
     def entries(self, stack: Stack, rounds: int, *, probes: bool = True) -> list[Entry]:
-        """Returns the ledger entries, with `probes` or without, of which one has the largest ε."""
+        """Returns ledger entries after `rounds`, `probes` included or not; one has the worst ε."""
         scenario = self.scenario
         known = [count for count in self.held if count] or self.held
         counts = worst_client_sizes(stack.training(self.declared), known)
@@ -192,7 +192,7 @@ class Account:
         ] or [Most(0, 0, 0)]
 
     def list_probed(self, rounds: int) -> tuple[ProbeReleases, ...]:
-        """Returns what a client releases as probes in `rounds` rounds: an entry for each size."""
+        """Returns what a client releases as probes in `rounds` rounds by size; () if uncounted."""
         observe = self.scenario.observe
         if self.scenario.privacy.probes != "included" or not rounds:
             return ()
