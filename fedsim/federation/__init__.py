@@ -93,7 +93,7 @@ def federate(
 
 
 def build_engine(scenario: Scenario) -> FlowerEngine:
-    """Builds the engine that `scenario` names, which has to derive from `FlowerEngine`."""
+    """Builds the engine that `scenario` names; any but a `FlowerEngine` is a `FedsimError`."""
     from fedsim.federation.engine import FlowerEngine
     from fedsim.scenario.build import build_engine as build
     from fedsim.types import FedsimError

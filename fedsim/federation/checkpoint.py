@@ -64,7 +64,10 @@ class Checkpoints:
     def __init__(
         self, out: Path, scenario: Scenario, stack: str, held: Sequence[int] | None = None
     ) -> None:
-        """Looks below `out` for the checkpoint of `stack`; `held` None leaves data unchecked."""
+        """Looks below `out` for the checkpoint of `stack`, a key of `scenario.defenses`.
+
+        `held` is the number of examples of each client; None leaves out the check of the data.
+        """
         self._out = out
         self._held = None if held is None else list(held)
         self._stack = stack

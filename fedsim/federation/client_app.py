@@ -307,7 +307,7 @@ class Answers:
     """
 
     def __init__(self, own: FederationClient, sum_identity: SumIdentity | None) -> None:
-        """Answers with the updates of `own`; without an identity, the seed gives keys."""
+        """Answers with the updates of `own`; `sum_identity` None draws keys from the seed."""
         self._own, self._given = own, sum_identity
 
     def keys(self, message: Message, context: Context) -> Message:

@@ -41,7 +41,10 @@ _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
 
 @dataclass(frozen=True)
 class ClientState:
-    """Files in which one client of one stack remembers its rounds; its number is checked before."""
+    """Files below `out` in which a client remembers a stack's rounds.
+
+    `client` becomes part of a path: the caller has checked that it is a client of the scenario.
+    """
 
     out: Path
     stack: str

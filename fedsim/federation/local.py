@@ -137,7 +137,10 @@ class LocalGrid(Grid):
 
 
 def train(job: client_app.FederationJob, server: Server, on_round: server_app.OnRound) -> None:
-    """Trains the remaining rounds of `job` here; a `server` with data spares building one."""
+    """Trains the remaining rounds of `job` in this process, one client at a time.
+
+    A `server` that is a `Workload` is used; otherwise the job's own is built.
+    """
     workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario
     run_server(
@@ -160,7 +163,7 @@ def run_server(server_app: ServerApp, grid: Grid) -> None:
 
 @contextmanager
 def identity() -> Iterator[None]:
-    """Lets this process act inside the block as the Flower server that messages are signed by."""
+    """Lets this process act as a Flower server, in whose name the block sends messages."""
     before = vars(TaskIdentity).copy()
     TaskIdentity.task_id, TaskIdentity.run_id = 1, _RUN_ID
     TaskIdentity.node_id = SUPERLINK_NODE_ID

@@ -58,7 +58,10 @@ def noted_rounds(path: Path) -> list[int]:
 
 
 def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
-    """Refuses a new release, of key `own`, in a round before one that was answered already."""
+    """Refuses a new release, of key `own`, in a round before one that is noted in `path`.
+
+    `who` names the owner of the noise, for the error.
+    """
     noted = _read(path)
     # What was released before may be said again, since it is the same bytes.
     is_released = any("release" in entry for entry in noted if entry["asked"] == list(own))
@@ -71,7 +74,10 @@ def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
 
 
 def note_release(path: Path, own: tuple[int, ...], release: Sequence[Tensors], who: str) -> None:
-    """Notes a digest of what is released, so that nothing else has the same noise."""
+    """Notes a digest of what is released, so that nothing else has the same noise.
+
+    `path`, `own` and `who` are those of `use_once`, which has to have noted this key before.
+    """
     at, noted = digest(*release), _read(path)
     for entry in noted:
         # The first digest stays, and every later answer is held against it.

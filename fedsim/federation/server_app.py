@@ -41,8 +41,9 @@ def build(
 ) -> ServerApp:
     """Returns the ServerApp that trains the stack of `server`, from its last checkpoint on.
 
-    `on_round` is called after each round with its record, before a checkpoint is written. By
-    default clients take turns on one machine (`delivery`).
+    `out` is the run's folder. `on_round` is called after each round with its record, before a
+    checkpoint is written. `delivery` says how messages travel; by default clients take turns on one
+    machine.
     """
     app = ServerApp()
 

@@ -40,10 +40,10 @@ def scratch(out: Path, stack: str) -> Path:
 
 
 class Spool:
-    """Holds the accepted answers of one round, by client; a `with` block begins and ends empty."""
+    """Holds the accepted answers of one round, by client; a `with` block clears it at both ends."""
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
-        """Spools in `folder`; `budget` is how many bytes stay in memory, the rest on disk."""
+        """Spools in `folder`, which `clear` removes; more than `budget` bytes go to disk."""
         self._folder = folder
         self._budget = budget
         self._held = 0
@@ -159,7 +159,7 @@ class MeanRelease:
 
 
 class Averages:
-    """Keeps the mean of each client's releases so far; a `with` block begins and ends empty."""
+    """Keeps the mean of each client's releases so far; a `with` block clears it at both ends."""
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
         """Averages in `folder` with `budget` bytes of memory, both as of `Spool`."""

@@ -138,8 +138,13 @@ def check_fit(
 ) -> None:
     """Refuses a strategy that needs more than the server gets to see, or shorter updates.
 
-    No client's update is longer than `bound` (inf if none is proven), and weights move by `rate` at
-    most for an update of length 1.
+    Args:
+        name: The strategy's class name.
+        parameters: The strategy's parameters.
+        sees_each: Whether the server sees each client's update, or only their combination.
+        losses: Whether clients report their loss.
+        bound: L2 norm that no client's update exceeds; inf if none is proven.
+        rate: By how much weights move for an update of length 1, at most.
     """
     if not sees_each and name not in _FROM_MEAN:
         raise FedsimError(
@@ -166,7 +171,7 @@ def check_fit(
 
 
 def check_sampled(parameters: Mapping[str, Any], sampled: int) -> None:
-    """Refuses a wrapper that is told of another number of clients than a round samples."""
+    """Refuses `num_sampled_clients` in `parameters` that is not the number a round samples."""
     told = parameters.get("num_sampled_clients")
     if told not in (None, sampled):
         raise FedsimError(

@@ -46,7 +46,10 @@ class TapGrid(WrappedGrid):
     def __init__(
         self, grid: Grid, server: Server, nodes: Mapping[int, int], out: Path, delivery: Delivery
     ) -> None:
-        """Wraps the `grid` of any engine; `nodes`, by client, are looked up when a round begins."""
+        """Wraps the `grid` of any engine; `nodes`, by client, are looked up when a round begins.
+
+        Recordings go below `out`, and `delivery` says how messages travel.
+        """
         super().__init__(grid)
         self._server = server
         self._nodes = nodes
@@ -85,7 +88,10 @@ class TapGrid(WrappedGrid):
         self.tally = Tally()
 
     def end(self) -> Tensors:
-        """Forgets the round's replies; returns the mean of the answers' float buffers."""
+        """Forgets the round's replies; returns the new global float buffers.
+
+        They are the mean over accepted answers, weighted by examples; the old ones without any.
+        """
         # Buffers are statistics: a server optimizer could make a variance negative.
         self._spool.clear()
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -103,7 +109,8 @@ class TapGrid(WrappedGrid):
         It is called once between `begin` and `end`, and replaces the content of `messages` by
         fedsim's own order. It returns one reply for each accepted update, by ascending client, or
         none: a reply's arrays are that client's new weights, computed when they are read, until
-        `end`. If the stack combines updates, there is one reply with the combination.
+        `end`. If the stack combines updates, there is one reply with the combination. `timeout` is
+        how many seconds without any answer are waited for; None: the scenario's.
         """
         # Sums depend on their order, and node numbers differ between engines: the order is by
         # client.

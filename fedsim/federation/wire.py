@@ -134,7 +134,10 @@ def order(
     probe: Probe | None,
     clipping_norm: float | None = None,
 ) -> RecordDict:
-    """Returns the content of a message that asks for training (`probe` None) or for a probe."""
+    """Returns the content of a message that asks for training (`probe` None) or for a probe.
+
+    `round` counts from 1, `buffers` are float alone, and `clipping_norm` is that of `Order`.
+    """
     asked = ConfigRecord({ROUND: round})
     if clipping_norm is not None:
         asked[KEY_CLIPPING_NORM] = clipping_norm
@@ -225,7 +228,10 @@ def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
 
 
 def greeting(done: int) -> RecordDict:
-    """Returns the content of a message that asks a node for its client after `done` rounds."""
+    """Returns the content of a message that asks a node which client it is, and names `done`.
+
+    `done` is the number of the last round that is finished, or 0.
+    """
     return RecordDict({CONFIG: ConfigRecord({ROUND: done})})
 
 

@@ -53,7 +53,11 @@ _LINGER_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class GateSettings:
-    """Settings of a gate; `certificate` and `key` are PEM files by which nodes know it."""
+    """Settings of a gate; `certificate` and `key` are PEM files by which nodes know it.
+
+    `body_limit` is the maximum size of a request's body in bytes, and `connections` the maximum
+    number of connections at once.
+    """
 
     superlink: str
     """Address of the SuperLink, HOST:PORT; its certificate must name this host."""

@@ -38,9 +38,9 @@ def run_folder(home: Path, run: str) -> Path:
 def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data: str) -> None:
     """Notes at first sight what a `stack` of a `run` is, and later refuses anything else.
 
-    `fingerprint` is a digest of all that decides the results of the stack's training, `held` the
-    number of examples of each client, and `data` a digest of the node's. The caller has checked the
-    name of the stack.
+    `home` is the node's folder. `fingerprint` is a digest of all that decides the results of the
+    stack's training, and `held` the number of examples of each client, as text. `data` is a digest
+    of the node's examples. The caller has checked the name of the stack.
     """
     pins = {
         Path("scenarios", stack): (fingerprint, "the run of another scenario"),
@@ -61,7 +61,10 @@ def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data:
 
 
 def make_private(home: Path) -> None:
-    """Makes the folder `home`, or takes away other users' access to one of a node's."""
+    """Makes the folder `home`; if it is there, takes away other users' access to it.
+
+    A folder with what no node has written is left open, and refused with a `FedsimError`.
+    """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not home.stat().st_mode & 0o077:
         return

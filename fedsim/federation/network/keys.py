@@ -137,7 +137,7 @@ KEY_NAME, PEERS_NAME = "signing.key", "peers.json"
 
 
 def make_signing_keys(count: int) -> tuple[list[bytes], bytes]:
-    """Makes an Ed25519 key for each client; returns them, and the JSON of all public keys."""
+    """Makes Ed25519 keys of `count` clients: (private keys, 32 bytes each; public keys as JSON)."""
     keys = [Ed25519PrivateKey.generate() for _ in range(count)]
     public = {client: key.public_key().public_bytes_raw().hex() for client, key in enumerate(keys)}
     return [key.private_bytes_raw() for key in keys], json.dumps(public, indent=1).encode()
@@ -184,7 +184,8 @@ def _peers(path: Path) -> Mapping[int, bytes]:
 def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> list[Path]:
     """Writes a folder of keys for each party, and returns the folders.
 
-    The parties' folders in `folder` may exist, as mounted volumes do. `hosts` are names and
+    The parties are a SuperLink, its gate, `nodes` nodes and a runner, in this order. Their folders
+    in `folder` may exist, as mounted volumes do. `hosts` are names and
     addresses at which the SuperLink and the gate are reached, and `days` the time after which
     certificates end. If a host is invalid, a file exists, or others may write into a folder,
     nothing is written.

@@ -47,7 +47,10 @@ class Link:
 
 
 def check(address: str, roots: Path | None) -> None:
-    """Refuses a SuperLink that cannot be reached, or is elsewhere without TLS (`roots` None)."""
+    """Refuses a SuperLink at `address` that cannot be reached, or is elsewhere without TLS.
+
+    `roots` is the file of certificates that vouch for it; None for no TLS.
+    """
     if reason := addresses.unfit(address, has_roots=roots is not None):
         raise FedsimError(f"--superlink: {reason}")
     host, port = addresses.split(address)
@@ -66,7 +69,11 @@ def check(address: str, roots: Path | None) -> None:
 
 
 def clock_error(address: str, roots: Path | None) -> str:
-    """Returns by how much this machine's clock is too far off the server's; empty if it is not."""
+    """Returns a text that says how far this machine's clock is off the server's at `address`.
+
+    The text is empty if the clock is close enough, or the server tells no time. `roots` is as for
+    `check`.
+    """
     host, port = addresses.split(address)
     try:
         with ExitStack() as stack:

@@ -49,7 +49,10 @@ T = TypeVar("T")
 
 
 class Side:
-    """One of the two connections of an exchange; `role` is what this process is on it."""
+    """One of the two connections of an exchange.
+
+    `role` is `h11.SERVER` towards a client of the gate, and `h11.CLIENT` towards the SuperLink.
+    """
 
     def __init__(
         self,

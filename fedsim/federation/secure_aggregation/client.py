@@ -52,7 +52,11 @@ class Memory:
 
 
 class SumClient:
-    """One client of one sum; its five methods are called in order, once each."""
+    """One client of one sum; its five methods are called in order, once each.
+
+    What is out of turn or breaks the protocol raises an `AbortedError`. After a failure the client
+    has forgotten its secrets.
+    """
 
     def __init__(
         self,
@@ -124,9 +128,9 @@ class SumClient:
     ) -> tuple[Ring, bytes]:
         """Returns (masked vector, signature of the keys and the model that this client was shown).
 
-        `boxes` are those of neighbours that have shared their secrets, by neighbour. Masks are
-        added in place to what `compute` returns. `model` is a digest of all that it is computed
-        from.
+        `boxes` are those of neighbours that have shared their secrets, by neighbour. `compute`
+        returns the vector to add up, and masks are added to it in place. `model` is a digest of all
+        that the vector is computed from, the same for all clients.
         """
         with self._stage("masked"):
             directory = self._directory()

@@ -24,7 +24,7 @@ from fedsim.types import Tensors
 from fedsim.words import number_of
 
 PLANTED = "planted"
-"""Name of the record with the weights at which probes are computed, if not the model's."""
+"""Name of the record with the weights at which probes are computed, if not the model's own."""
 _CLIENTS = "clients"
 _CONTENTS = "contents"
 LOST = "lost"
@@ -77,7 +77,11 @@ def read_list(content: RecordDict, name: str) -> list[int]:
 def model_order(
     boxes: RecordDict, parameters: ArrayRecord, buffers: ArrayRecord, planted: ArrayRecord | None
 ) -> RecordDict:
-    """Returns the content of an order for a masked vector; `planted` is None if the model's."""
+    """Returns the content of an order for a masked vector.
+
+    `boxes` is the `table` of the client's boxes. `planted` are the weights at which probes are
+    computed; None if these are `parameters`.
+    """
     content = RecordDict({wire.ARRAYS: parameters, wire.BUFFERS: buffers, **boxes})
     if planted is not None:
         content[PLANTED] = planted
@@ -103,7 +107,10 @@ def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
 
 
 def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring, bytes]:
-    """Returns the masked vector of `length` numbers in an answer, and its sender's signature."""
+    """Returns the masked vector (`length`,) in an answer, and its sender's signature.
+
+    Each number has `ring_bits` bits, 32 or 64.
+    """
     if set(content) != {wire.ARRAYS, wire.CONFIG}:
         raise wire.MalformedError("the answer is no masked vector")
     dtype = torch.int32 if ring_bits == 32 else torch.int64

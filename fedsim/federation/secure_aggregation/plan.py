@@ -178,7 +178,11 @@ class Layout:
         return sum(t.numel() for t in (*self.update.values(), *self.buffers.values())) + 1
 
     def vector(self, updates: Iterable[Update], streams: Callable[[int], rng.Stream]) -> Ring:
-        """Returns a client's vector of all parts, without masks: `length` numbers for each part."""
+        """Returns a client's vector of all parts, without masks: `length` numbers for each part.
+
+        `updates` has one update for each part, in order. `streams` is called with the index of a
+        part, and returns the client's randomness for it.
+        """
         found = to_ring(np.zeros(len(self.sums) * self.length, np.int64), self.ring_bits)
         # Updates come one at a time from a generator, so that no two are in memory together.
         count = 0
@@ -280,14 +284,17 @@ _TRAINING_BITS, _CLOSED_FORM_BITS = 32, 64
 
 
 def parts(server: Server, round: int) -> list[Probe | None]:
-    """Returns the content of each part of a vector of `round`: training (None), then each probe."""
+    """Returns what a vector of `round` holds, by part: training (None), then each probe release."""
     asked = server.plan(round).probes
     again = range(server.scenario.observe.releases)
     return [None, *(replace(probe, release=release) for release in again for probe in asked)]
 
 
 def terms(server: Server, round: int, run: str = "") -> Terms:
-    """Returns the terms of the sum of `round`; `run` is empty unless nodes draw secrets."""
+    """Returns the terms of the sum of `round`; fewer than two clients are a `FedsimError`.
+
+    `run` is the run's name if nodes draw secrets of their own; else empty.
+    """
     participants = server.plan(round).participants
     agreed = server.sum_terms(None)
     # All that decides what clients add: shown another scenario, a client is in another session.

@@ -24,7 +24,7 @@ from fedsim.federation.wire import size_of
 from fedsim.training.server import Server
 
 AskMasked = Callable[[RecordDict], RecordDict]
-"""Makes of the table of a client's boxes the order for its masked vector."""
+"""Takes the `messages.table` of a client's boxes; returns the order for its masked vector."""
 
 
 @dataclass(frozen=True, kw_only=True)

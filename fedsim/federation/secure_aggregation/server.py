@@ -24,7 +24,10 @@ from fedsim.words import number_of
 
 
 class SumServer:
-    """The server of one sum: `publish`, `share`, `add`, `agree` and `reveal`, in this order."""
+    """The server of one sum: `publish`, `share`, `add`, `agree` and `reveal`, in this order.
+
+    What needs a quorum of clients raises an `AbortedError` while there are fewer.
+    """
 
     def __init__(self, terms: Terms) -> None:
         """Begins a sum for which no client has published anything."""
@@ -96,7 +99,7 @@ class SumServer:
         return [client for client in self.sharers if client not in self._signatures]
 
     def agree(self, client: int, signature: bytes) -> None:
-        """Takes `client`'s signature of the lists, passed on unverified: others verify it."""
+        """Takes `client`'s signature of `survivors` and `lost`; other clients verify it."""
         self._agreed[client] = signature
 
     @property
@@ -106,7 +109,7 @@ class SumServer:
         return self._agreed
 
     def reveal(self, answers: Mapping[int, Mapping[int, bytes]]) -> Ring:
-        """Takes all masks off the sum and returns it; after that, or an error, it is not opened.
+        """Takes all masks off the sum and returns it, once; after an error it stays closed.
 
         `answers` holds shares, by the client that gave them and then by the client whose secret
         they are of.
