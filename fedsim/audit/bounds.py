@@ -239,8 +239,8 @@ def one_run_bound(
     """Computes the largest ε that a run's canaries refute, as a bound with the given confidence.
 
     It is 0 if they refute none, and never above 64. The higher of the (m,) `scores`, the likelier a
-    canary is `included` (m,), which a fair coin of its own decides. `guesses` are even numbers of
-    canaries to guess, half of them (the highest) as included and half (the lowest) as left out.
+    canary is `included`: (m,) booleans, each of a fair coin of its own. `guesses` are even numbers
+    of canaries to guess, half of them (the highest) as included and half (the lowest) as left out.
     They must not depend on the coins; by default they are about m, m / 2, m / 4 and m / 8.
 
     Raises:

@@ -48,8 +48,8 @@ class Contributions:
     def unit_gradient(self, image: Tensor, label: Tensor) -> Tensors:
         """Computes the gradient of one example's loss, scaled to a norm of 1, on the CPU.
 
-        `image` is (1, C, H, W), not normalized: bytes, or pixels in [0, 1]. An update of a descent
-        step goes the other way.
+        `image` is (1, C, H, W), not normalized: bytes, or pixels in [0, 1]; `label` is its class,
+        0-d. An update of a descent step goes the other way.
         """
         assert self._workload.spec is not None
         device = self._workload.device

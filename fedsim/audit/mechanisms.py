@@ -66,10 +66,10 @@ def audit(
 ) -> MechanismVerdict:
     """Tries the ε that `mechanism` claims at δ against what an attacker can show of its releases.
 
-    `keys` are those of its experiment; `sabotage` multiplies the noise, unknown to the claim.
-    `draws` are releases of each world, or canaries of `one_run`, which is one run of the mechanism
-    on so many independent rows; by default those of `DRAWS`. A true claim is not refuted with the
-    probability `confidence`.
+    `mechanism` is a name of the privacy calculator. `keys` are those of its experiment; `sabotage`
+    multiplies the noise, unknown to the claim. `draws` are releases of each world, or canaries of
+    `one_run`, which is one run of the mechanism on so many independent rows; by default those of
+    `DRAWS`. A true claim is not refuted with the probability `confidence`.
 
     Raises:
         FedsimError: the mechanism or a key is unknown, a value is missing or out of its range, or

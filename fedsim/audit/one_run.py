@@ -42,9 +42,10 @@ def scores(
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Runs the federation once; returns (m,) scores of the canaries and (m,) coins.
 
-    Both are arguments of `bounds.one_run_bound`. Canaries are ordered by their clients' numbers.
-    Where examples are hidden, there are `canaries` at most, equally many of a client; where clients
-    are, each is one. `on_progress` is called with (rounds done, all rounds).
+    Both are arguments of `bounds.one_run_bound`: True is a canary that is present. Canaries are
+    ordered by their clients' numbers. Where examples are hidden, there are `canaries` at most,
+    equally many of a client; where clients are, each is one. `on_progress` is called with (rounds
+    done, all rounds).
     """
     cast: _Cast
     cast = _Clients(workload) if unit == "client" else _Examples(workload, relation, canaries)

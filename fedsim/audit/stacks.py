@@ -26,7 +26,10 @@ AUDITED: tuple[tuple[Unit, Relation], ...] = (
 
 
 def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> None:
-    """Refuses an audit of stacks that could show nothing; `claims` has each stack's by its name."""
+    """Refuses, by a FedsimError, an audit of stacks that could show nothing.
+
+    `claims` has each stack's by its name, and `clients` is the number of clients.
+    """
     proven = {name: claim for name, claim in claims.items() if claim.unit is not None}
     if not proven:
         raise FedsimError(

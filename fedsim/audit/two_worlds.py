@@ -182,9 +182,9 @@ def scores(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Trains one client many times; returns its (canaries,) scores without the canary and with it.
 
-    `taken` has for each client the numbers of the rounds that it takes part in, from 1, and
-    `canaries` is the number of trainings in each world. `on_progress` is called with (trainings
-    done, all).
+    Higher ones are likelier with it. `taken` has for each client the numbers of the rounds that it
+    takes part in, from 1; the canary's client is the worst off. `canaries` is the number of
+    trainings in each world. `on_progress` is called with (trainings done, all).
     """
     trials = (
         _client_trials(workload, taken)

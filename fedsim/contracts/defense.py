@@ -217,7 +217,7 @@ class TrainingDefense(Plugin):
     def with_noise(self, multiplier: float) -> TrainingDefense:
         """Returns a copy with the same target and noise of `multiplier` times the clipping bound.
 
-        The default raises a NotImplementedError: a defense without `target` takes no noise.
+        A defense with a target overrides it: the default raises a NotImplementedError.
         """
         raise NotImplementedError(f"{type(self).__name__} has a target and takes no noise")
 

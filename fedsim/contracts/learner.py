@@ -132,9 +132,9 @@ class Computation(ABC):
         return None
 
     def most_examples(self, training: LocalTraining) -> int:
-        """Returns the largest weight, in examples, of a client in the mean, after defenses.
+        """Returns the largest weight of a client in the mean over clients, in examples.
 
-        `training` is that after the defenses, and its `num_images` are the default.
+        `training` is that after the stack's training defenses. The default is its `num_images`.
         """
         return training.num_images
 

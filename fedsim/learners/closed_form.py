@@ -101,7 +101,7 @@ class ClosedForm(OneRelease):
     def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:
         """Computes what is released of regularized `rows` (n, d + 1), the target being last.
 
-        A sketch is (d + 1, r), of r columns, and regression coefficients are (d,).
+        A sketch is (d + 1, r), of r columns, and regression coefficients are (d,). `rng` is secret.
         """
 
     def describe(self) -> ReleaseSpec:

@@ -58,7 +58,10 @@ def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
 def predict(
     x: Tensor, train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
 ) -> Tensor:
-    """Computes the (a, c) values K(x, X) α of `x` (a, d); the largest of a row is its class."""
+    """Computes the (a, c) values K(x, X) α of `x` (a, d); the largest of a row is its class.
+
+    `train` is X, `alpha` α (n, c), and `weights` and `scale` are those of `kernel`.
+    """
     return kernel(x, train, weights, scale=scale) @ alpha
 
 
@@ -67,8 +70,8 @@ def quadratic_form(
 ) -> Tensor:
     """Computes the predictor (c, d, d): symmetric Q with x' Q_j x = K(x, X) α_j for all x.
 
-    Q_j = sym(X' diag(α_j) X S). It is linear in the predictor, so that the mean of several models'
-    predictions is the prediction of their mean Q.
+    Q_j = sym(X' diag(α_j) X S), of the arguments of `predict`. It is linear in the predictor, so
+    that the mean of several models' predictions is the prediction of their mean Q.
     """
     # X' diag(α_j) X of each class j, at once.
     weighted = torch.einsum("ij,ia,ib->jab", alpha, train, train)

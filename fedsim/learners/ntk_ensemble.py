@@ -64,7 +64,7 @@ class FeatureExtractor:
     """
 
     def __init__(self, problem: Problem) -> None:
-        """Reads the model and its weights, if `problem` has any that can be read and fit."""
+        """Reads the model and weights that `problem` has, if any; a FedsimError if they misfit."""
         dataset = problem.dataset
         assert isinstance(dataset, Dataset)
         self._device = problem.device

@@ -268,7 +268,10 @@ _LOWEST = -30.0
 
 
 def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) -> None:
-    """Writes a PNG of the curve of `mechanism` with `keys` to `path`, with the `answer` marked."""
+    """Writes a PNG of the curve of `mechanism` with `keys` to `path`, the `answer` marked in it.
+
+    A FedsimError says that the path does not end in .png, or that a key is wrong.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -132,7 +132,7 @@ class ExactCurve(Curve):
 
     @abstractmethod
     def epsilons(self, delta: float) -> Mapping[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1) by direction, or of the larger alone."""
+        """Computes the least ε >= 0 for δ in (0, 1) by direction, or of the larger; inf if none."""
 
     def details(self) -> Mapping[str, Any]:
         """Returns further fields of the answers by name, such as `sigma`; by default none."""
@@ -204,7 +204,8 @@ class Experiment(Keys):
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
         """Draws releases; returns (draws,) log likelihood ratios, or what increases with them.
 
-        `present` says which of the two neighbours is released.
+        `present` says which of the two neighbours is released: the higher a score, the likelier
+        that.
         """
 
 

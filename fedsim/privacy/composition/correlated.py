@@ -213,7 +213,7 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
 
 
 def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
-    """Computes the largest ||C z|| over z of equal length, where who takes part is public.
+    """Computes the largest ||C z|| over `schedules` z of equal length, which are public.
 
     >>> reach([(True, False), (False, True)], 0.5) == 1.25**0.5
     True

@@ -189,7 +189,7 @@ class BallsInBins:
     @cached_property
     def _modes(self) -> Array:
         """Returns (bins, at most `bins`): y of each bin, in coordinates of their span."""
-        # What is asked of the modes is invariant under rotation, and the noise across their span
+        # What is asked of the bins' y is invariant under rotation, and noise across their span
         # tells nothing.
         present = np.arange(self.steps) % self.bins == np.arange(self.bins)[:, None]
         triangle: Array = np.linalg.qr(accumulate(present, self.correlation).T)[1]
@@ -244,7 +244,11 @@ class PairCurve:
         seed: int,
         most: int = work.MOST,
     ) -> None:
-        """Checks the work; the `draws` of each direction are made when first asked for."""
+        """Checks the work; the `draws` of each direction are made when first asked for.
+
+        `sigma` is in clipping norms. A TooMuchWork says that the draws take more than `most`
+        numbers.
+        """
         work.check(
             participations.work(draws),
             "use fewer steps or draws, less correlation, or sampling: fixed_size, whose bound "

@@ -41,7 +41,10 @@ _ROUNDING_OF_LOGS = 1e-11
 def least_bound(
     noise: float, epsilon: float, *, steps: int, sampling_rate: float
 ) -> tuple[float, str]:
-    """Returns (log δ at ε, the method that proves it): the least of the three bounds."""
+    """Returns (log δ at ε, the method that proves it): the least of the three bounds.
+
+    `noise` is a step's deviation over the clipping norm, `sampling_rate` the chance of an example.
+    """
     known = correlated.log_delta_revealed(
         noise, epsilon, steps=steps, sampling_rate=sampling_rate, correlation=0.0, factor=1.0
     )

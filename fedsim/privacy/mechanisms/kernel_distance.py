@@ -58,6 +58,8 @@ def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> f
 def lift_distance(beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
     """Computes the largest distance M of neighbours for K + γ I, whatever the rows are.
 
+    `lift` is γ > 0, and the other arguments are those of `feature_shift`.
+
     >>> round(lift_distance(0.01, 4.0), 6)
     0.014142
     """

@@ -45,7 +45,10 @@ _UP = 1 + 1e-12
 
 
 def outside(distance: float, scale: float, bound: float, dimension: int) -> float:
-    """Bounds δ∞, the probability that some entry's noise tells the neighbours apart for sure."""
+    """Bounds δ∞, the probability that some entry's noise tells neighbours apart for sure.
+
+    The arguments are those of `log_delta`.
+    """
     for name, value in (("distance", distance), ("scale", scale), ("bound", bound)):
         require_range(
             name, value, np.finfo(float).tiny, np.finfo(float).max, "a finite number above 0"

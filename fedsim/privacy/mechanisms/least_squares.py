@@ -194,7 +194,10 @@ def _search(
 
 
 def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
-    """Finds the largest bound, from 1e-50 on, on q at which every row's δ is at most `delta`."""
+    """Finds the largest bound on q at which every row's δ is at most `delta`.
+
+    `r` and `d` are those of `log_delta`. A bound below 1e-50 is a FedsimError.
+    """
 
     def log_worst(odds: float, rounds: int = _ROUNDS) -> float:
         return _search(float(1 / (1 + np.exp(-odds))), r, d, epsilon, rounds).log_delta
@@ -220,7 +223,8 @@ def sigma(
 
     A row of norm up to l = `row_norm` has leverages 0 <= p <= q <= l² / (l² + σ²). A database of
     that one row attains all of these. The variant `tight` bounds δ over all of them. `paper`
-    (Figure 4) takes p = l² / σ² and q = 2 l² / σ², which no row can have.
+    (Figure 4) takes p = l² / σ² and q = 2 l² / σ², which no row can have. `r` and `d` are as of
+    `log_delta`.
 
     Raises:
         FedsimError: an argument is out of range, or needs a leverage below 1e-50.

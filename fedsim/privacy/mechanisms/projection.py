@@ -68,7 +68,10 @@ def bound(sigma: float, row_norm: float, leverage: float) -> float:
 
 
 def lowering(allowed: float, row_norm: float, leverage: float) -> float:
-    """Computes the least σ for which `bound` is at most `allowed`; if none is, a FedsimError."""
+    """Computes the least σ for which `bound` of `row_norm` and `leverage` is at most `allowed`.
+
+    It is 0 if `leverage` is no more than that; a FedsimError says that no σ is enough.
+    """
     if allowed >= leverage:
         return 0.0
     if allowed <= 0:

@@ -105,7 +105,10 @@ def epsilon(k: float, separation: float | Array, delta: float) -> float:
 
 
 def max_draws(separation: float | Array, epsilon: float, delta: float) -> int:
-    """Finds the largest number of draws k, up to 10^12, that is (ε, δ)-private; 0 if none is."""
+    """Finds the largest number of draws that is (ε, δ)-private; a FedsimError if it is huge.
+
+    It is 0 if none is. `separation` is as of `log_delta_at`.
+    """
     target = float(np.log(require_delta(delta)))
     low, high = 0, 1
     # δ rises with k: doubling brackets the largest private k, and bisection finds it.
