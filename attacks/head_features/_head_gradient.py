@@ -47,6 +47,7 @@ class HeadGradient:
     hidden: Tensor
     """W (m, d), float32."""
     bias: Tensor
+    """b (m,)."""
     output: Tensor
     """A (K, m), divided by `divisor`."""
     activation: Callable[[Tensor], Tensor]
@@ -55,13 +56,14 @@ class HeadGradient:
     grad_hidden: Tensor
     """∂L/∂W (m, d), zero where a defense removed an entry."""
     grad_bias: Tensor
+    """∂L/∂b (m,)."""
     grad_output: Tensor
     """∂L/∂A (K, m), multiplied by `divisor`."""
     num_images: int
     pruned: bool
     """Whether the declared defenses set entries to zero."""
     smallest_removed: bool
-    """Whether removed entries, if any, are smaller than all that are left of their tensor."""
+    """Whether removed entries, if any, are smaller in magnitude than all left of their tensor."""
     noisy: bool
     exact: bool
     """Whether the declared defenses leave the row space of ∂L/∂W as it is."""
@@ -72,6 +74,7 @@ class HeadGradient:
     steps: int
     """Local steps E on the same batch; 1 if each had images of its own."""
     first_share: float
+    """Share of the first step in the mean gradient."""
     divisor: float
     """m, if the head divides by it; else 1."""
     basis: Tensor | None = None
@@ -79,7 +82,7 @@ class HeadGradient:
 
     @staticmethod
     def read(observation: Observation) -> HeadGradient:
-        """Reads the mean gradient of the update's steps, and of all clients, off an observation."""
+        """Reads the mean gradient of steps and clients; AttackFailed without a two-layer head."""
         model = rebuild(observation)
         if not isinstance(model.head, TwoLayerHead):
             raise AttackFailed(
@@ -150,9 +153,11 @@ class HeadGradient:
         return features if self.basis is None else features @ self.basis
 
     def subset(self, equations: int, fewest: int = 1) -> HeadGradient:
-        """Selects enough neurons for a number of `equations`, and at least `fewest` of them."""
-        # Each gives one for every entry left of ∂L/∂A: those with most come first, else evenly
-        # spaced.
+        """Returns the gradient of at least `fewest` neurons, and of enough for so many `equations`.
+
+        All neurons stay if more than half of them would.
+        """
+        # A neuron gives one for each entry left of ∂L/∂A: those with most come first.
         m = self.hidden.shape[0]
         entries = (
             (self.grad_output != 0).sum(0) if self.pruned else torch.full((m,), len(self.output))
@@ -179,7 +184,7 @@ class HeadGradient:
 
     @property
     def noise(self) -> float:
-        """Variance of noise or stochastic rounding in an entry of `grad_output`; 0 if neither."""
+        """Variance of noise or stochastic rounding in an entry of `grad_output`; 0 if unseen."""
         m, d = self.grad_hidden.shape
         outside = d - self.rank
         if self.noisy and outside:
@@ -201,7 +206,7 @@ class HeadGradient:
 
 
 def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
-    """Infers labels (N,) of `features` (N, d) in their true lengths and `errors` D (K, N)."""
+    """Infers labels (N,) from `features` (N, d) in their true lengths and `errors` D (K, N)."""
     # N D_ki - softmax(f(x_i))_k is -1 at an image's label, and 0 elsewhere.
     hidden = head.activation(features @ head.hidden.T + head.bias)
     probabilities = (hidden @ head.output.T).softmax(1)
@@ -215,9 +220,13 @@ def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
 
 
 def find_norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds factors (n,) that bring `features` (n, d) to true lengths, and misfits (n,)."""
-    # Under ReLU the gradient tells `errors` D (K, n) only up to lengths: chosen are those at which
-    # N D_i = softmax(f(x_i)) - y_i holds best. Misfits are relative squared residuals.
+    """Finds factors (n,) that bring `features` (n, d) to true lengths, and misfits (n,).
+
+    `errors` D is (K, n). Misfits are relative squared residuals. Factors are 1 where the activation
+    is neither ReLU nor leaky ReLU.
+    """
+    # Under ReLU the gradient tells D only up to lengths: chosen are those at which
+    # N D_i = softmax(f(x_i)) - y_i holds best.
     preactivation = features @ head.hidden.T
     label = errors.argmin(0)
     targets = head.num_images * errors.T
@@ -291,7 +300,7 @@ class Objective:
         return Value(loss, slope @ head.hidden, errors, residual)
 
     def scale(self, value: Value, features: Tensor) -> Tensor:
-        """Computes R (n, n) such that the objective curves alike in all directions of R⁻¹ X."""
+        """Computes R (n, n) from the `value` at `features` X: it curves alike along R⁻¹ X."""
         # Outside the span of the features X (n, d) the Gauss-Newton matrix is, for Gaussian W, (D'D
         # ∘ P) ⊗ I, with P_ik the share of neurons that both activate: images of one label spoil it.
         head = self.head
@@ -309,7 +318,7 @@ class Objective:
         return scale
 
     def noise_floor(self, variance: float, unknowns: int = 0) -> float:
-        """Computes what noise of this `variance` an entry leaves of the best fit of `unknowns`."""
+        """Computes the loss that noise of `variance` an entry leaves to a fit of `unknowns`."""
         return variance * (self._observed.numel() - unknowns) / float(self._energy)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,10 +370,11 @@ def _solve(gram: Tensor, right: Tensor) -> Tensor:
 class WholeHead:
     """The mean squared residual of the head's whole gradient, over the noise's variance."""
 
-    # |p - o|² = |p|² - 2 <p, o> + |o|² takes products with N vectors: no tensor of ∂L/∂W's size.
+    # Of p implied and o observed, |p - o|² = |p|² - 2 <p, o> + |o|² takes products with N vectors:
+    # no tensor of ∂L/∂W's size.
 
     def __init__(self, head: HeadGradient, labels: Tensor) -> None:
-        """Prepares the comparison for images of these `labels` (N,); there has to be noise."""
+        """Prepares the comparison for images of these `labels` (N,); `head.noise` must not be 0."""
         self._head = head
         self._targets = F.one_hot(labels, len(head.output)).to(head.hidden.dtype)
         self._outer = head.grad_output / head.divisor
@@ -373,7 +383,7 @@ class WholeHead:
         self._unit = sum(each.numel() for each in observed) * head.noise / head.divisor**2
 
     def __call__(self, features: Tensor, width: float = 0.0) -> Tensor:
-        """Computes it (0-d) at `features` (N, d) with their norms, ReLU's jumps `width` wide."""
+        """Computes it (0-d) at `features` (N, d) in true lengths, ReLU's jumps `width` wide."""
         head = self._head
         preactivation = features @ head.hidden.T + head.bias
         hidden = head.activation(preactivation)
@@ -404,6 +414,6 @@ class WholeHead:
 
 
 def residual_over_noise(head: HeadGradient, features: Tensor) -> float:
-    """Computes `WholeHead` at `features` (N, d) with the labels they imply: 1 at the true ones."""
+    """Computes `WholeHead` at `features` (N, d) and the labels they imply; about 1 at the truth."""
     labels = labels_of(head, features, Objective(head)(features).errors)
     return float(WholeHead(head, labels)(features.detach()).detach())

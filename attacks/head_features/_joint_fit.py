@@ -47,17 +47,19 @@ class JointSolver(FeatureSolver):
 
     head: HeadGradient
     output: OutputSolver
+    """The present attempt's fit of ∂L/∂A."""
     attempts: list[OutputSolver]
     """Attempts that may follow, the next one last."""
     descent: _JointDescent | None = None
+    """The present attempt's fit of the whole gradient; None until that of ∂L/∂A has ended."""
     features: Tensor | None = None
-    """(N, d): the best so far."""
+    """(N, d): the best so far; None until a fit of the whole gradient has begun."""
 
     @classmethod
     def start(
         cls, head: HeadGradient, starts: int, budget: int, rng: torch.Generator
     ) -> JointSolver:
-        """Prepares attempts, each from random `starts`, with a `budget` for its fit of ∂L/∂A."""
+        """Prepares attempts of `starts` random starts, and `budget` iterations to fit ∂L/∂A."""
         inside = head.restrict(span(head.rows, head.rank)[0].to(head.hidden.dtype))
         attempts: list[OutputSolver] = []
         while len(attempts) <= len(_EXPLAINED):  # by turns, since the span may lead astray
@@ -91,7 +93,7 @@ class JointSolver(FeatureSolver):
                 self.output, self.descent = self.attempts.pop(), None
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the best features, at least one fit of the whole gradient having begun."""
+        """Returns `features`, which must not be None; the loss is `WholeHead` at them."""
         assert self.features is not None
         return Reconstruction(
             features=self.features.float(), loss=float(self.loss), iterations=self.iteration
@@ -99,7 +101,10 @@ class JointSolver(FeatureSolver):
 
 
 def joint_fit_applies(head: HeadGradient) -> bool:
-    """Says whether most directions of the features' span stand out of the noise in ∂L/∂W."""
+    """Says whether half of the features' directions stand out of the noise in ∂L/∂W.
+
+    False without noise, after pruning, or for several steps.
+    """
     if not head.noisy or head.pruned or head.steps > 1 or not head.noise:
         return False
     rows, weights = head.rows.double(), head.output.double().var(0, correction=0)
@@ -113,7 +118,7 @@ def joint_fit_applies(head: HeadGradient) -> bool:
 
 
 def fit_whole_gradient(head: HeadGradient, features: Tensor) -> Tensor:
-    """Fits the head's whole gradient from near `features` (N, d) with their norms."""
+    """Fits the whole noisy gradient from near `features` in true lengths; returns (N, d)."""
     descent = _JointDescent(head, features)
     while not descent.settled:
         descent.run()

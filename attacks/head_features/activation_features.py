@@ -48,10 +48,11 @@ class Peeling(FeatureSolver):
     shares: Tensor
     """(n, d + 1) float64: u_i of the n known features."""
     stuck: bool = False
+    """Whether the last round found no feature."""
 
     @classmethod
     def start(cls, head: HeadGradient, tolerance: float, consistency: float) -> Peeling:
-        """Prepares the first round, in which no feature is known."""
+        """Prepares the first round; AttackFailed without planted ReLU neurons' gradient."""
         if not head.config.planted:
             raise AttackFailed(
                 "features are told apart by planted neurons: let the server plant some (`head: "

@@ -50,7 +50,7 @@ _SPREAD = 0.5  # distance of starting features from their common direction, over
 
 
 def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Iterator[Tensor]:
-    """Yields starts (N, d): a common direction plus a random one in the likely span."""
+    """Yields `count` starts (N, d): a common direction plus a random one in the likely span."""
     # Stein's lemma: the mean of ∂L/∂A_kj w_j is in proportion to Σ_i D_ki x_i.
     weights, outer = head.hidden[head.planted], head.grad_output[:, head.planted]
     # Σ_j ∂L/∂A_kj has the sign of Σ_i D_ki: multiplied by it, all classes' sums have one sign.
@@ -77,14 +77,17 @@ _ROW_RIDGE = 1e-5  # ridge towards the present features, over the mean diagonal 
 
 
 def rows_unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> float:
-    """Computes the share of the energy of ∂L/∂W's kept entries that is not explained."""
+    """Computes the share of the energy of ∂L/∂W's kept entries that is not explained.
+
+    Explained is what `features` (N, d), in their true lengths, and `errors` D (K, N) imply.
+    """
     kept = head.grad_hidden != 0
     missed = (_row_signals(head, features, errors)[0] @ features - head.grad_hidden) * kept
     return float(missed.square().sum() / head.grad_hidden.square().sum())
 
 
 def fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
-    """Fits the rows of ∂L/∂W, from near `features` (N, d) with norms and `errors` D (K, N)."""
+    """Corrects near `features` (N, d), in true lengths with `errors` D (K, N), by rows of ∂L/∂W."""
     signals, sure = _row_signals(head, features, errors)
     n = len(features)
     pairs = (signals[:, :, None] * signals[:, None, :]).flatten(1)
@@ -227,13 +230,16 @@ class OutputFit:
     loss: Tensor
     """Share of ∂L/∂A's energy that they leave unexplained (0-d)."""
     splitting: bool
+    """Whether the fit may split features to leave a local minimum."""
     fits_rows: bool
     """Whether what pruning has left of ∂L/∂W may correct the fit."""
     descent: _ScaledDescent | None = None
+    """The descent that found `features`; None if another is to begin there."""
     settled: bool = False
+    """Whether the last iterations gained little."""
     splits_failed: bool = False
     before_rows: tuple[float, Tensor, Tensor] | None = None
-    """`rows_unexplained`, features and loss before the last fit of the rows, if any."""
+    """`rows_unexplained`, features and loss before the last fit of the rows; None before any."""
 
     @classmethod
     def start(
@@ -245,7 +251,15 @@ class OutputFit:
         all_neurons: bool = False,
         weights: int = _WEIGHTS,
     ) -> OutputFit:
-        """Prepares a fit from `starts` (N, d); a subset of neurons has `weights` entries of W."""
+        """Prepares a fit that begins at the best of `starts`; AttackFailed if ∂L/∂A is empty.
+
+        Args:
+            head: the observed gradient.
+            starts: features (N, d) each.
+            splitting: whether to leave local minima by splitting features.
+            all_neurons: whether all neurons count from the start, not a subset.
+            weights: least number of entries of W in a subset.
+        """
         if not head.grad_output.any():
             raise AttackFailed("nothing is left of ∂L/∂A, which is to be fitted")
         unknowns = starts[0].numel() + len(starts[0]) * len(head.output)
@@ -292,7 +306,10 @@ class OutputFit:
         return self.all_neurons and self.settled and not self.stuck and not self.fits_rows
 
     def improve(self, budget: int) -> int:
-        """Fits from a start, goes on from the best, or tries splits; returns iterations made."""
+        """Fits from a start, goes on from the best, or tries splits; returns iterations made.
+
+        `budget` limits the iterations of splits and of a fit of the rows.
+        """
         if self.untried:
             self._run(_ScaledDescent(self.objective, self.untried.pop(0)))
             return ITERATIONS
@@ -397,10 +414,14 @@ _NEARLY = 1e-4  # share that a coarse fit may leave; directions that it lacks ar
 
 @dataclass(kw_only=True)
 class OutputSolver(FeatureSolver):
-    """Fits ∂L/∂A, and once more from other starts if the first attempt ends in a local minimum."""
+    """Fits ∂L/∂A, and once more from other starts if the first attempt ends in a local minimum.
+
+    Behind a head with a `basis`, features are coordinates in it; only `reconstruction` lifts them.
+    """
 
     attempt: OutputFit
     budget: int
+    """Iterations of all attempts together."""
     second_starts: list[Tensor] = field(default_factory=list)
     first: tuple[Tensor, Tensor] | None = None
     """Loss and features of the first attempt, once the second has begun."""
@@ -465,7 +486,7 @@ class OutputSolver(FeatureSolver):
         return features * find_norms(self.attempt.head, features, self.errors)[0][:, None]
 
     def reconstruction(self) -> Reconstruction:
-        """Returns features (N, d) in their estimated lengths; the loss is `best`'s."""
+        """Returns features (N, d) in estimated lengths; the loss is the share of ∂L/∂A left."""
         return Reconstruction(
             features=self.attempt.head.lift(self.scale_features()).float(),
             loss=float(self.best[0]),
@@ -474,7 +495,7 @@ class OutputSolver(FeatureSolver):
 
 
 def fit_output(head: HeadGradient, features: Tensor, budget: int) -> Tensor:
-    """Fits ∂L/∂A from `features` (N, d) in at most `budget` iterations; returns (N, d)."""
+    """Fits ∂L/∂A from `features` (N, d) in `budget` iterations; returns features (N, d)."""
     fit = OutputFit.start(head, [features], splitting=False, all_neurons=True)
     solver = OutputSolver(attempt=fit, budget=budget)
     while not solver.finished:
@@ -487,10 +508,13 @@ class CoarseToFine(FeatureSolver):
     """Fits ∂L/∂A within a few directions first, then, from there, in all directions."""
 
     head: HeadGradient
+    """The gradient in all directions."""
     fit: OutputSolver
     """The coarse fit, then the fine one."""
     budget: int
+    """Iterations of both fits together."""
     second_starts: list[Tensor]
+    """Starts (N, d) of the fine fit's second attempt."""
     fine: bool = False
 
     loss: Tensor = field(init=False)

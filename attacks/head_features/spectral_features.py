@@ -36,7 +36,7 @@ class SpectralFeatures(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the basis (n, d) as features; the loss is the energy outside its span."""
+        """Returns the basis (n, d) as features; the loss is the share of energy outside."""
         head = HeadGradient.read(observation)
         if not head.grad_hidden.any():
             raise AttackFailed("nothing is left of ∂L/∂W, whose rows the span is read off")
@@ -45,7 +45,10 @@ class SpectralFeatures(DirectAttack):
 
 
 def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Computes leading right-singular vectors (rank, d) of `rows` (m, d), and the share outside."""
+    """Computes leading right-singular vectors (rank, d) of `rows` (m, d), the strongest first.
+
+    Returns also the share of the rows' energy outside their span (0-d). Both are float64.
+    """
     # As eigenvectors of rows' rows they cost m d², and are exact down to 1e-8 of the strongest.
     gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
     for chunk in torch.split(rows, _CHUNK):
@@ -58,7 +61,7 @@ def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes ascending eigenvalues (n,) and eigenvectors (n, n), columns, of a symmetric one."""
+    """Computes ascending eigenvalues (n,) and eigenvectors, as columns, of a symmetric matrix."""
     # LAPACK's divide and conquer may give up on equal eigenvalues, as of the few rows that heavy
     # pruning leaves; QR iteration does not.
     try:

@@ -45,7 +45,7 @@ def second_moment(g: Tensor, w: Tensor) -> Tensor:
 
 
 def third_along(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
-    """Computes (1/m) Σ_j g_j H_3(w_j)(I, I, a), (d, d), for `a` (d,) of length 1."""
+    """Computes (1/m) Σ_j g_j H_3(w_j)(I, I, a), (d, d), of `g` (m,), `w` (m, d), unit `a` (d,)."""
     along = w @ a
     moment = w.T @ ((g * along)[:, None] * w) / len(w)
     mean = (g[:, None] * w).mean(0)
@@ -62,7 +62,7 @@ def third_moment(g: Tensor, y: Tensor) -> Tensor:
 
 
 def fourth_along(g: Tensor, y: Tensor, a: Tensor) -> Tensor:
-    """Computes (1/m) Σ_j g_j H_4(y_j)(I, I, I, a), (r, r, r), for `a` (r,) of length 1."""
+    """Computes (1/m) Σ_j g_j H_4(y_j)(I, I, I, a), (r, r, r), of `g` (m,), `y` (m, r), unit `a`."""
     along = g * (y @ a)
     mean = (along[:, None] * y).mean(0)
     square = y.T @ (g[:, None] * y) / len(y)
@@ -97,8 +97,9 @@ _RIDGE = 1e-14  # ridge of the least squares, which equal columns make singular
 def find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Finds unit u_c, rows (r, r), with T_ijs ≈ Σ_c u_ci u_cj z_cs, and the relative residual.
 
-    The slices T[:, :, k] of T (r, r, s) are symmetric. Starts diagonalize two random contractions
-    (Kuleshov, Chaganty and Liang, Tensor Factorization via Matrix Factorization, AISTATS 2015).
+    The slices T[:, :, k] of T (r, r, s) are symmetric. Order and signs are arbitrary. Starts
+    diagonalize two random contractions (Kuleshov, Chaganty and Liang, Tensor Factorization via
+    Matrix Factorization, AISTATS 2015).
     """
     rank = len(tensor)
     norm = torch.linalg.vector_norm(tensor)
@@ -197,7 +198,7 @@ class TensorFeatures(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns unit features; with `refine` they have lengths, and the loss is that of ∂L/∂A."""
+        """Returns unit features, or ones with lengths by `refine`; the loss is what they leave."""
         head = HeadGradient.read(observation)
         estimates, residual = self._decompose(head, rng)
         if self.refine:
@@ -255,7 +256,10 @@ class TensorFeatures(DirectAttack):
 
 
 def refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Descends from unit `directions` (N, d) to features that explain ∂L/∂A best, and the loss."""
+    """Descends from unit `directions` (N, d) to features (N, d) that explain ∂L/∂A best.
+
+    Returns them, or `directions` if none explain more, and the share that they leave (0-d).
+    """
     # It begins within the rows' strongest directions: as many as images if they are exact or stand
     # out of noise, else somewhat more, from which it goes on in all directions.
     objective, joint = Objective(head), _joint_fit.joint_fit_applies(head)
@@ -295,10 +299,12 @@ def _factors(head: HeadGradient, features: Tensor) -> Tensor:
 
 
 def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
-    """Finds orthogonal rows (q, m) of mean square 1 in the span of `outer` (K, m), q <= `rank`."""
+    """Finds orthogonal rows (q, m) of mean square 1 in the span of `outer` (K, m), q <= `rank`.
+
+    Rows that noise of variance `noise` an entry could explain are left out, but one remains.
+    """
     # Its rows mix the images' activations, whose moments tell the features. Unlike images have
     # nearly orthogonal ones: they are found, turned, and a turn keeps the sum of squared moments.
-    # Directions that noise or rounding could explain are left out, but one remains.
     span: Tensor
     _, lengths, span = torch.linalg.svd(outer, full_matrices=False)
     # Largest singular value of noise alone (Marchenko and Pastur's edge).
@@ -317,7 +323,7 @@ def inverse_root(covariance: Tensor) -> Tensor:
 
 
 def order_greedily(estimates: Tensor, truth: Tensor) -> Tensor:
-    """Gives `estimates` (r, d) the order and the signs of `truth` (N, d), r <= N: (N, d)."""
+    """Gives `estimates` (r, d), r <= N, the order and signs of `truth` (N, d); the rest are 0."""
     # Each goes to the free true feature of largest |cosine| (Liu et al., Appendix D).
     cosines = F.normalize(estimates, dim=1) @ F.normalize(truth, dim=1).T
     ordered = torch.zeros_like(truth)
@@ -330,9 +336,10 @@ def order_greedily(estimates: Tensor, truth: Tensor) -> Tensor:
 
 
 def combine_rows(head: HeadGradient) -> Tensor:
-    """Sums rows to g (v,) = Σ_k c_k ∂L/∂a_kj with a nearly constant r_i = Σ_k c_k (p_ki - y_ki)."""
-    # With A's rows in two groups, c adds a class of each: p_1 + p_2 is 2 / K for even K and near it
-    # for odd K (Appendix B, Remark B.2). With rows all equal, or two or three classes, c is one
+    """Sums rows of ∂L/∂A to g_j = Σ_k c_k ∂L/∂a_kj, (v,), of the v planted neurons."""
+    # The c keep p's part of r_i = Σ_k c_k (p_ki - y_ki) nearly constant. With A's rows in two
+    # groups, c adds a class of each: p_1 + p_2 is 2 / K for even K and near it for odd K (Appendix
+    # B, Remark B.2). With rows all equal, or two or three classes, c is one
     # class (Remark B.3).
     outer = head.grad_output[:, head.planted]
     classes = len(outer)
@@ -343,8 +350,8 @@ def combine_rows(head: HeadGradient) -> Tensor:
 
 
 def derivative_moments(name: Activation) -> dict[int, float]:
-    """Computes {p: E[σ^(p)(z)]}, as E[σ(z) He_p(z)], for p = 2, 3, 4 and standard normal z."""
-    # Quadrature: beyond 12 standard deviations the density is below 1e-31.
+    """Computes {p: E[σ^(p)(z)]} of activation σ for p = 2, 3, 4 and standard normal z."""
+    # Quadrature of E[σ(z) He_p(z)]: beyond 12 standard deviations the density is below 1e-31.
     z = torch.linspace(-12, 12, 48001, dtype=torch.float64)
     density = torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
     value = activation(name)(z)

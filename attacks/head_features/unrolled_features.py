@@ -54,6 +54,7 @@ class UnrolledSolver(FeatureSolver):
     fit: OutputSolver
     """The present trial's fit of ∂L/∂A."""
     has_steps: bool = False
+    """Whether `fit` has a feature for each step."""
     first_step: Tensor
     """(N, N E): the best features of the first step so far."""
     common: Tensor | None = None
@@ -61,12 +62,13 @@ class UnrolledSolver(FeatureSolver):
     lowest: OutputSolver
     """The trial that explains most of ∂L/∂A, from which the next one hops."""
     ended: int = 0
+    """Number of trials that have ended."""
 
     @classmethod
     def start(
         cls, head: HeadGradient, iterations: int, trials: int, rng: torch.Generator
     ) -> UnrolledSolver:
-        """Prepares the first of several trials, from random starts in the row space."""
+        """Prepares the first of `trials`, with `iterations` a fit; AttackFailed of inexact rows."""
         if not head.exact:
             raise AttackFailed(
                 "noise, pruning or quantization has left no exact row space to unroll steps in: "
@@ -111,7 +113,7 @@ class UnrolledSolver(FeatureSolver):
             self._end_trial()
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the features of the first step, or those of all if only they nearly fit."""
+        """Returns the first step's features (N, d), or one an image where only that nearly fits."""
         apart = self.common is None or self.loss < _EXPLAINED
         features = self.first_step if self.common is None or apart else self.common
         return Reconstruction(
@@ -162,8 +164,11 @@ class UnrolledSolver(FeatureSolver):
 
 
 def select_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Selects the N of `features` (n, d) whose `errors` (K, n) the head explains best."""
-    # Also the worst one's relative residual: 1 or more if of implausible length.
+    """Selects the N of `features` (n, d) whose `errors` D (K, n) the head explains best.
+
+    Returns them (N, d) in their true lengths, and the worst one's relative residual (0-d), which is
+    1 or more if its length is implausible.
+    """
     factors, misfit = find_norms(head, features, errors)
     length = factors * torch.linalg.vector_norm(features, dim=1)
     # An error signal of one label alone is explained by almost any feature that is long enough, and
@@ -174,8 +179,10 @@ def select_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tu
 
 
 def mark_implausible(length: Tensor, misfit: Tensor, count: int) -> Tensor:
-    """Returns 1 for features of implausible `length` (n,) and 0 for the others, (n,)."""
-    # The `count` of least `misfit` (n,) whose lengths are alike set the standard.
+    """Returns 1 for features of implausible `length` (n,) and 0 for the others, (n,).
+
+    The `count` of least `misfit` (n,) whose lengths are alike set the standard.
+    """
     apart = (length[:, None] / length).log().abs() > math.log(_PLAUSIBLE)
     worst = (misfit + apart.to(misfit)).sort(dim=1).values[:, min(count, len(misfit)) - 1]
     return apart[worst.argmin()].to(misfit)
@@ -197,7 +204,8 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
     """Fits the features of all local steps in the update's row space, and tells the first step's.
 
     The row space has to be exact: no noise, pruning or quantization. The loss is the largest part
-    of a feature's error signal that the head before the first step does not imply.
+    of a feature's error signal that the head before the first step does not imply. If features are
+    the same in all steps, it is the part of ∂L/∂A that they do not explain.
     """
 
     paper: ClassVar[str] = (
