@@ -48,8 +48,8 @@ def is_explained(problem: Consistency | Profile, loss: float) -> bool:
 
 def bound_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tensor:
     """Bounds the relative error of each image's features (N,), of start `index` of `fits`."""
-    # At three standard deviations of noise, or of what the fit leaves; infinite for an image with
-    # no error signal. Of first order: `widen_bounds` corrects large ones.
+    # Bounds are three standard deviations of noise, or of what the fit leaves; infinite for an
+    # image with no error signal. They are of first order: `widen_bounds` corrects large ones.
     classifier = problem.classifier
     try:
         variances = problem.variances(fits.points[index], fits.labels[index])
@@ -86,7 +86,11 @@ _AS_GOOD = 100.0  # loss over the tolerance up to which a rival explains the gra
 def certify_images(
     classifier: ClassifierGradient, features: Tensor, labels: Tensor, others: Tensor
 ) -> Tensor:
-    """Returns a mask (N,) of the images whose features and labels are known to be right."""
+    """Returns a mask (N,) of the images whose features and labels are known to be right.
+
+    `features` (N, d) are right up to a relative error of 3 %, `labels` (N,) exactly. From `others`
+    (S, N, d) rivals that explain the gradient, too, are sought.
+    """
     none = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
     if not is_declared(classifier) or not bool(features.isfinite().all()):
         return none

@@ -45,6 +45,7 @@ class ClassifierGradient:
     factors: int
     """Number of clipping's unknown factors in (0, 1]: 0, 1, or N (one for each image)."""
     removed: bool
+    """Whether a defense set entries of the gradient to zero."""
     mixed: bool
     """Whether a defense mixed entries, so that one depends on those at other positions."""
     noisy: bool
@@ -58,7 +59,7 @@ class ClassifierGradient:
     bias_weight: float = 1.0
     """Spacing of the weights' gradient's grid over that of the bias's; 1 if either is not known."""
     removed_below: Tensor | None = None
-    """(d + 1,): magnitude that removed entries of a column had at most, infinite if not known."""
+    """(d + 1,): magnitude that removed entries of a column had at most, infinite if unknown."""
     divisor: float = 1.0
     """Always 1: only a two-layer head divides its logits."""
     rounding: float = 2.0**-24
@@ -70,7 +71,7 @@ class ClassifierGradient:
 
     @staticmethod
     def read(observation: Observation) -> ClassifierGradient:
-        """Reads the mean gradient of the update's steps off an observation."""
+        """Reads the mean gradient of the update's steps; AttackFailed if it has no classifier's."""
         layer, name = linear_classifier(rebuild(observation))
         if f"{name}.weight" not in observation.update:
             raise AttackFailed(
@@ -177,7 +178,7 @@ class ClassifierGradient:
 
     @property
     def quotient(self) -> Tensor | None:
-        """Features (d,) of a single image in closed form; None for several, or without a bias."""
+        """Features (d,) of a single image in closed form; None for several, or no bias gradient."""
         # With the error signal D, ∂L/∂W = D x' and ∂L/∂b = D: x is fitted by least squares.
         if self.num_images > 1 or not self.biased:
             return None
@@ -186,7 +187,7 @@ class ClassifierGradient:
         return signals @ self.gradient[:, :-1] / energy if energy else None
 
     def fit_scale(self, read: Tensor, errors: Tensor) -> Tensor:
-        """Fits clipping's factors, (1, 1) or (N, 1), of signals `read` to `errors` (N, K)."""
+        """Fits clipping's factors, (1, 1) or (N, 1): `read` over unclipped `errors` (N, K)."""
         if not self.factors:
             return read.new_ones(1, 1)
         # Least squares of read ≈ c · errors, over all entries or over each image's.
@@ -232,7 +233,7 @@ def _grid(observation: Observation, name: str) -> float:
 
 
 def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:
-    """Returns the head's only layer, linear, and its name in the model; AttackFailed if not so."""
+    """Returns the linear layer that is the whole head, and its name; AttackFailed without one."""
     found = [(m, n) for n, m in model.head.named_modules() if isinstance(m, nn.Linear)]
     others = [
         m
@@ -252,7 +253,11 @@ def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:
 def derive_signals(
     classifier: ClassifierGradient, features: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derives labels, signals ∂L/∂x (N, d) and clipping's factor from `features` (N, d)."""
+    """Derives labels, signals ∂L/∂x (N, d) and clipping's factor from `features` (N, d).
+
+    Labels are (N,), and `features` are in their true lengths. The factor (0-d) is 1 where each
+    image has its own, which is then part of its signal.
+    """
     # A label is the class whose signal in the gradient is farthest below its probability.
     whole = classifier.with_constant(features.double())
     # ∂L/∂[W b] = D'X / N solved for D (N, K), by least squares.

@@ -28,7 +28,11 @@ _DECAY = 0.75  # factor of the gradient from step to step, assumed until the ste
 
 
 def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation:
-    """Turns an update of several steps into one gradient, a `share` in [0, 1] along its path."""
+    """Turns an update of several steps into one gradient, a `share` in [0, 1] along its path.
+
+    The result's parameters are the sent ones plus that share of the update, its update is the
+    steps' mean gradient, and its training is one step of FedSGD.
+    """
     factor = mean_gradient_factor(observation.training)
     return replace(
         observation,
@@ -47,8 +51,10 @@ def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation
 
 
 def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
-    """Computes which share of the update, in [0, 1], was made before each step."""
-    # `sizes` are those of the steps' gradients along the update, positive downhill, in any unit.
+    """Computes which share of the update, in [0, 1], was made before each step.
+
+    `sizes` are those of the steps' gradients along the update, positive downhill, in any unit.
+    """
     found, position, velocity = [], 0.0, 0.0
     for size in sizes:
         found.append(position)
@@ -59,7 +65,7 @@ def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
 
 
 def middle(training: LocalTraining, shares: Sequence[float]) -> float:
-    """Computes the share of the update at which one gradient equals the mean over all steps."""
+    """Computes the share of the update at which a gradient is the steps' mean, from `positions`."""
     # Where gradients change linearly along the path, their mean is that at the mean position.
     weights = step_weights(training)
     return sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights)
@@ -150,7 +156,7 @@ class LocalPath:
     """The path of one client's local steps on one batch, and corrections of the fit along it."""
 
     def __init__(self, observation: Observation, rng: torch.Generator) -> None:
-        """Takes the steps for one gradient at the middle, and watches features drift."""
+        """Takes steps of an update that `suits` for one gradient, and watches features drift."""
         self._training = observation.training
         sizes = [_DECAY**step for step in range(self._training.steps)]
         self._shares = positions(self._training, sizes)
@@ -183,7 +189,7 @@ class LocalPath:
         return replace(self._classifier, approximation=_MIDDLE_ERROR)
 
     def follow(self, features: Tensor, labels: Tensor) -> tuple[Profile, Fits]:
-        """Corrects the gradient and fits it again, from features (N, d) at the path's middle."""
+        """Corrects the gradient and fits it again, from `features` (N, d) at the middle."""
         # Deferred correction (Fox, 1947): each is computed from a better fit than the last.
         for error in _ERRORS:
             correction = self._correction(features, labels)

@@ -56,10 +56,18 @@ def minimize(
     iterations: int,
     enough: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Minimizes the squared norm of `residuals` from S `starts` (S, n): last points, and losses.
+    """Minimizes the squared norm of `residuals` from each of S starts at once.
 
-    `given` are constants of each start, such as its labels. All descents end after `iterations`
-    steps, once no start improves, or as soon as the sum of squares of one is below `enough`.
+    Args:
+        residuals: function from points and `given` to residuals.
+        normals: function from points, `given` and residuals to J'J and J'r, J their Jacobian.
+        starts: (S, n) float64.
+        given: (S, ...), constants of each start, such as its labels.
+        iterations: steps at most; fewer are made once no start improves.
+        enough: sum of squares; as soon as that of one start is below it, all descents end.
+
+    Returns:
+        The last points (S, n), and their sums of squares (S,).
     """
     points = starts
     damping = starts.new_full((len(starts),), _FIRST_DAMPING)
@@ -269,7 +277,7 @@ class Consistency:
         return normal.flatten(3).flatten(1, 2), downhill.flatten(1)
 
     def residual(self, point: Tensor, targets: Tensor) -> Tensor:
-        """Computes the gradient implied at `point` (n,) less the observed one, in the row space."""
+        """Computes implied less observed gradient (K N,), at `point` (n,) and one-hot `targets`."""
         coordinates, scale, weights = self._coordinates(point), self.scale(point), self._weights
         velocity = total = torch.zeros_like(weights)
         entered = momentum = 0.0
@@ -286,7 +294,7 @@ class Consistency:
         return left
 
     def errors(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the first step's scaled error signals (N, K) at `point` (n,)."""
+        """Computes the first step's error signals (N, K) at `point` (n,), scaled by clipping."""
         logits = self._coordinates(point) @ self._weights.T
         errors: Tensor = self.scale(point) * (logits.softmax(-1) - F.one_hot(labels, self.classes))
         return errors
@@ -334,8 +342,10 @@ class Profile:
     """The residual of a classifier's gradient as a function of features in its rows' span."""
 
     def __init__(self, classifier: ClassifierGradient, spread: float | None = None) -> None:
-        """Divides the gradient's columns into those of the rows' span and the rest, Y."""
-        # `spread` is the deviation of an image's Y around what all share; None if not known.
+        """Divides the gradient's columns into those of the rows' span and the rest, Y.
+
+        `spread` is the standard deviation of an image's Y around what all share; None if not known.
+        """
         self.classifier = classifier
         self._ridge = 0.0
         if spread is not None:
@@ -447,14 +457,14 @@ class Profile:
         return whole
 
     def compute_gradient(self, points: Tensor, labels: Tensor) -> Tensor:
-        """Computes the gradient that `points` (S, n) with `labels` (S, N) imply."""
+        """Computes the gradient (S, K, d + 1) of `points` (S, n); d columns without a bias."""
         errors = self._parts(points, F.one_hot(labels, self.classes).double()).errors
         features = self.classifier.with_constant(self.features(points, labels))
         gradient: Tensor = errors.transpose(1, 2) @ features / self.classifier.num_images
         return gradient
 
     def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
-        """Fits the gradient from `points` (S, n) with fixed `labels` (S, N), of every start."""
+        """Fits the gradient from `points` (S, n) as `Consistency` does, but keeps all starts."""
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // jacobian)
@@ -468,7 +478,7 @@ class Profile:
         return Fits(self.features(reached, labels), labels, losses, reached)
 
     def narrow(self, fit: Fits, iterations: int) -> Fits:
-        """Fits again from `fit` with a normal prior on Y, which noise would spread."""
+        """Fits again from `fit` with a normal prior on Y, if any, which noise would spread."""
         if self.classifier.gradient.shape[1] <= self.rank + int(self.classifier.biased):
             return fit
         for _ in range(NARROWED):
@@ -479,7 +489,7 @@ class Profile:
         return fit
 
     def residuals(self, points: Tensor, targets: Tensor) -> Tensor:
-        """Computes (S, e): the implied gradient less the observed one, with the best Y."""
+        """Computes implied less observed gradient (S, e), at the best Y, of one-hot `targets`."""
         return self._parts(points, targets).left.flatten(1)
 
     def jacobians(self, points: Tensor, targets: Tensor) -> Tensor:
@@ -504,7 +514,7 @@ class Profile:
         return torch.cat([whole, each.flatten(1, 2)], 2)
 
     def errors(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the scaled error signals (N, K) at `point` (n,) with `labels` (N,)."""
+        """Computes error signals (N, K) at `point` (n,) with `labels` (N,), scaled by clipping."""
         return self._parts(point[None], F.one_hot(labels, self.classes).double()[None]).errors[0]
 
     def _parts(self, points: Tensor, targets: Tensor) -> _Parts:

@@ -66,6 +66,7 @@ class ClassifierSolver(FeatureSolver):
     """(P, d): features that starts are drawn from."""
     rng: torch.Generator
     labels: Tensor
+    """(N,): read off the gradient, from which the search starts."""
     starts: int
     """Unit of the number of starts: four times as many at first, eight times to the end."""
     iterations: int
@@ -73,11 +74,12 @@ class ClassifierSolver(FeatureSolver):
     best: Fits | None = None
     """The best fit so far, of one start; None before any."""
     first: ClassifierSolver | None = None
-    """The search of another problem of the same gradient, where starts lead elsewhere, and
-    sooner."""
+    """The search of another problem of the same gradient, which comes first; None for none. Starts
+    lead elsewhere there, and sooner."""
     path: LocalPath | None = None
     """Path of several local steps, whose middle is fitted first; None for a single step."""
     deep: bool = False
+    """Whether the best start has been descended to the end."""
     rounds: int = 0
     failed: int = 0
     """Rounds since the last that found anything better."""
@@ -194,7 +196,7 @@ class ClassifierSolver(FeatureSolver):
         return self.problem.unknowns(features)
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the best features and labels, with masks of those determined and certified."""
+        """Returns features and labels of `best`, with masks of those determined and certified."""
         assert self.best is not None
         errors = widen_bounds(bound_errors(self.problem, self.best, 0))
         certain = (errors < _DETERMINED) & is_explained(self.problem, float(self.loss))
