@@ -33,10 +33,16 @@ ZERO = 4.0
 def sharpen(
     start: Tensor, vectors: Tensor, deviation: float, surely: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Fits a combination (r,) of `vectors` (r, e) with many zeros; None if they may be chance.
+    """Fits a combination (r,) of vectors such that as many entries as possible are 0.
 
-    At least `surely` entries are 0, within their errors of standard `deviation`. The result is the
-    combination, of unit length, and a mask (e,) of the zeros.
+    Args:
+        start: (r,), a combination near the fitted one.
+        vectors: (r, e), the vectors that are combined.
+        deviation: standard deviation of the error of an entry, above 0.
+        surely: number of the smallest entries that are 0 in any case.
+
+    Returns:
+        The combination, of unit length, and a mask (e,) of its zeros; None if these may be chance.
     """
     combination = start / start.norm()
     at = combination @ vectors
@@ -73,7 +79,7 @@ _BETTER = 0.5  # error of a ray over that of a like one, up to which it takes th
 _VAGUE = 0.1  # relative error of a ray above which it is not taken for one
 
 SignalOf = Callable[[Tensor, float], Signal | None]
-"""Function from an input (n,) and its relative error to its error signal; None refuses it."""
+"""Function from a combined row (n,) and its relative error to its signal; None refuses it."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class Rays:
     spread: Tensor
     """(k,): root of the summed variances by noise of an input's entries."""
     tried: int
+    """Linear programs that were solved."""
 
 
 def find_rays(
@@ -96,8 +103,9 @@ def find_rays(
 ) -> Rays:
     """Finds combinations of `rows` (r, n) whose `entries` (r, e) are non-negative, many of them 0.
 
-    Errors of either have the standard `deviation`, and `generator` draws linear functions. Inputs
-    of which `signal_of` is None are dropped. There are r rays at most. All is on the CPU.
+    Rows are orthogonal, and errors of either have the standard `deviation`. The `generator` draws
+    linear functions. Inputs of which `signal_of`, if given, returns None are dropped. There are r
+    rays at most. All is on the CPU.
     """
     rank = len(entries)
     if rank == 1:  # the only ray, whether it has zeros or not

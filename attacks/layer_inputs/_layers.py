@@ -65,7 +65,7 @@ class Layer:
 
 
 def trace_layers(observation: Observation) -> list[Layer]:
-    """Finds the body's layers in the update, in the order in which the model calls them."""
+    """Finds the body's layers in the order of calls; AttackFailed if row spaces were changed."""
     effect = observation.effect
     if effect.removed is not None or effect.mixed:
         how = "mixes entries" if effect.mixed else "sets entries to zero"
@@ -257,7 +257,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class RowSpace:
-    """The strongest singular directions of a gradient, at their lengths, with errors alike."""
+    """The strongest singular directions of a gradient, at their lengths."""
 
     rows: Tensor
     """(r, n), or (r, n + 1) with a bias, orthogonal."""
@@ -266,12 +266,13 @@ class RowSpace:
     lengths: Tensor
     """(r,): singular values, descending."""
     deviation: float
-    """Standard deviation of the error of an entry: rounding, or noise."""
+    """Standard deviation of the error of an entry of either: rounding, or noise."""
     separate: bool
+    """Whether there is a direction for each image."""
 
     @staticmethod
     def decompose(layer: Layer, count: int) -> RowSpace:
-        """Decomposes the gradient of `count` images into directions that noise does not hide."""
+        """Decomposes the gradient of `count` images, less what noise hides; AttackFailed if all."""
         rows, columns = layer.gradient.shape
         if count > min(rows, columns):
             raise AttackFailed(
@@ -301,7 +302,10 @@ class RowSpace:
         )
 
     def signal(self, off: Tensor) -> Signal | None:
-        """Finds the combination of columns that is 0 at the rows `off` (m,); None if none is."""
+        """Finds the combination of columns that is 0 at the rows `off`, a mask (m,).
+
+        Returns None if none is 0 there, and a signal without `combination` if several may be.
+        """
         number = int(off.sum())
         # Fewer rows than r always leave some combination that is 0 there.
         if number < self.rank:
@@ -347,7 +351,11 @@ class Inputs:
 
 
 def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs | None:
-    """Recovers inputs of the layer before that of `inputs`; None if it is not told."""
+    """Recovers the inputs of all `count` images one layer before their known `inputs`.
+
+    Inputs that do not reproduce the known ones get infinite errors. None if none of `layers` with
+    a bias feeds that one, or its gradient does not tell.
+    """
     # Where ReLU has left an input 0, that image's error signal at the layer before is 0, too. This
     # tells each image's combination of the gradient's columns, whose inverse gives the inputs.
     before = next((layer for layer in layers if layer.name == inputs.layer.fed_by), None)
@@ -382,7 +390,10 @@ def recover_earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs |
 
 
 def disaggregate(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
-    """Computes inputs from `combinations` (r, r), one a row, of the gradient's columns."""
+    """Computes inputs to `layer`, which has a bias, from the images' error signals.
+
+    `combinations` (r, r) of columns of `space` make these up to scale, in a row for each image.
+    """
     # The gradient is ∂L/∂W = Δ' X, and the bias's gradient, its last column, sets the scale.
     # Δ' = columns Q' leaves X = Q'⁻¹ diag(1 / lengths) rows.
     whole = torch.linalg.pinv(combinations.T) @ (space.rows / space.lengths[:, None])
@@ -409,8 +420,8 @@ def build_answer(
 ) -> Reconstruction:
     """Returns images, features and labels; means stand for images that were not found.
 
-    Images are returned if the first layer's inputs, `pixels`, led to the `features` (k, d). Labels
-    are read off all features together, and none where one is missing. Over several local steps only
+    Images are returned unless `pixels`, the first layer's inputs, are None. Labels are read off
+    `features` (k, d) of the k images found, if none is missing. Over several local steps only
     images stay as they are: what other inputs tell is never called determined.
     """
     count, found = observation.num_images, len(features)
@@ -464,7 +475,7 @@ _ROUNDINGS = 8.0
 
 
 def certify_inputs(observation: Observation, answer: Reconstruction) -> Tensor:
-    """Returns a mask (N,) of the images whose answer is known to be right: all, or none."""
+    """Returns a mask (N,), all or none, of images known to be right in a `build_answer`."""
     classifier = ClassifierGradient.read(observation)
     assert answer.determined is not None
     assert answer.features is not None

@@ -42,7 +42,10 @@ _PRECISELY_SAME, _ROUGHLY_SAME = 1e-5, 1e-3
 def sample_kernels(
     space: RowSpace, number: int, sparsity: float, generator: torch.Generator
 ) -> Tensor:
-    """Draws `number` sets of r - 1 neurons; returns sparse combinations (c, r) in their kernels."""
+    """Draws `number` sets of r - 1 neurons; returns sparse combinations (c, r) in their kernels.
+
+    Of the m entries, one a neuron, at least the share `sparsity` is 0. `generator` is on the CPU.
+    """
     unit, kernels = _draw_kernels(space, number, generator)
     at = (kernels @ unit.T).abs()
     zeros = at < _NEAR * at.amax(1, keepdim=True)
@@ -54,7 +57,7 @@ def sample_kernels(
 def descend_kernels(
     space: RowSpace, number: int, sparsity: float, generator: torch.Generator
 ) -> Tensor:
-    """Descends from the kernels of drawn sets of neurons to sparse combinations (c, r)."""
+    """Descends from kernels as `sample_kernels` draws them to sparse combinations (c, r)."""
     # Iteratively reweighted least squares, whose weights sharpen as it goes on (Chartrand and Yin,
     # Iteratively Reweighted Algorithms for Compressive Sensing, ICASSP 2008).
     unit, kernels = _draw_kernels(space, number, generator)
@@ -177,6 +180,7 @@ class SpearState(AttackState):
     score: float = 0.0
     """Share of neurons and images that agree with it, in [0, 1]."""
     known: int = 0
+    """Number of combinations at the last selection."""
 
 
 @final
