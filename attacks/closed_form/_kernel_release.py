@@ -93,7 +93,7 @@ class Matched:
 
 
 def read_model(observation: Observation, known: Tensor) -> KernelModel:
-    """Reads the released model; `known` (m, d + c) are the other rows and their classes."""
+    """Reads the released model, or raises AttackFailed; `known` (m, d + c) are the other rows."""
     spec = observation.release
     unknown = [] if observation.effect == Effect() else ["the defense of the update"]
     parameters = {"features": {"scale", "bound"}, "kernel": {"samples", "lift"}}
@@ -171,7 +171,7 @@ def _last_label(alpha: Tensor, known: Tensor) -> Tensor:
 
 
 def match_rows(model: KernelModel, others: Tensor, alpha: bool) -> Matched:
-    """Matches each known row (m, d + c) with a released row of its own, as is likeliest."""
+    """Matches each known row (m, d + c) with a released one, by labels, too, if `alpha`."""
     require_one_missing(model, others)
     places, likelihood = best_assignment(log_likelihoods(model, others, alpha))
     unmatched = sorted(set(range(len(model.rows))) - set(places))
@@ -183,7 +183,7 @@ def match_rows(model: KernelModel, others: Tensor, alpha: bool) -> Matched:
 
 
 def require_one_missing(model: KernelModel, others: Tensor) -> None:
-    """Refuses `others` (m, d + c), the known rows, unless m + 1 rows were released."""
+    """Raises AttackFailed unless m + 1 rows were released, `others` (m, d + c) being known."""
     if len(others) + 1 != len(model.rows):
         raise AttackFailed(
             f"of {number_of(len(model.rows), 'released row')} {len(others)} are known; the attack "
@@ -192,14 +192,14 @@ def require_one_missing(model: KernelModel, others: Tensor) -> None:
 
 
 def log_likelihoods(model: KernelModel, rows: Tensor, alpha: bool) -> Tensor:
-    """Computes the log-likelihood (m, n) that row i of `rows` is behind released row j."""
+    """Computes log-likelihoods (m, n) of `rows` behind released ones; `alpha` counts labels."""
     d = model.rows.shape[1]
     density = model.log_density(rows[:, :d])
     return density - _FAR * (1 - rows[:, d:] @ model.labels.T) if alpha else density
 
 
 def best_assignment(likelihoods: Tensor) -> tuple[list[int], float]:
-    """Assigns each of m rows a column of its own (m, n) and sums; the sum is largest."""
+    """Finds a column of its own for each row of `likelihoods` (m, n), and their largest sum."""
     from scipy.optimize import linear_sum_assignment
 
     rows, places = linear_sum_assignment(likelihoods.numpy(), maximize=True)
@@ -207,7 +207,7 @@ def best_assignment(likelihoods: Tensor) -> tuple[list[int], float]:
 
 
 def known_rows(knowledge: Knowledge) -> Tensor:
-    """Concatenates all rows that `knowledge` grants: (m, d + c), features and one-hot classes."""
+    """Concatenates granted rows (m, d + c), features and one-hot classes; AttackFailed of none."""
     if not knowledge.other_rows:
         raise AttackFailed("the other rows are not known: grant knowledge.rows: others")
     return torch.cat(knowledge.other_rows)
@@ -399,7 +399,10 @@ def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
 def posterior_mean(
     matched: Matched, prior: ClassPrior, alpha: bool, samples: int, generator: torch.Generator
 ) -> Tensor:
-    """Estimates the missing row's features (d,), the mean of their posterior."""
+    """Estimates the missing row's features (d,), the mean of their posterior.
+
+    If `alpha`, coefficients and the row's label are used. Without noise it is the released row.
+    """
     model = matched.model
     released = model.rows[-1]
     if not model.scale:

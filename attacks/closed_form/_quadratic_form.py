@@ -20,7 +20,7 @@ from fedsim.words import number_of
 
 
 def pack(symmetric: Tensor) -> Tensor:
-    """Packs symmetric matrices (n, k, k) as vectors (n, k (k + 1) / 2) of the same products."""
+    """Packs symmetric (n, k, k) as vectors (n, k (k + 1) / 2) of the same inner products."""
     row, column = torch.triu_indices(*symmetric.shape[1:], device=symmetric.device)
     return symmetric[:, row, column] * _weights(row, column, symmetric)
 
@@ -61,7 +61,10 @@ _LARGEST = 10**8
 def decompose_form(
     form: Tensor, kernel: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Decomposes Q (c, d, d), by S (d, d), into n unit rows (n, d) and coefficients (n, c)."""
+    """Decomposes `form` Q (c, d, d), given `kernel` S (d, d), into rows (n, d) and α (n, c).
+
+    Rows have length 1 and arbitrary signs. Raises AttackFailed if Q does not tell them apart.
+    """
     parts = _unsmooth(form, kernel)
     c, d = parts.shape[:2]
     left_vectors, values, _ = torch.linalg.svd(
@@ -96,7 +99,10 @@ def decompose_form(
 
 
 def complete_rows(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds the row missing in `known` (n - 1, d): all rows, that one last, and coefficients."""
+    """Returns `known` rows (n - 1, d), then the one missing in the form, and α (n, c) of all.
+
+    `form` and `kernel` are as for `decompose_form`. AttackFailed unless exactly one is missing.
+    """
     parts = _unsmooth(form, kernel)
     d = parts.shape[1]
     entries = d * (d + 1) // 2

@@ -59,7 +59,7 @@ class ReleaseLikelihood:
     """(d, d): the covariance of what is added to the coefficients; None if nothing is."""
 
     def log_likelihood(self, rows: Tensor) -> Tensor:
-        """Computes the log-likelihood (k,) of each of `rows` (k, d + 1), up to a constant."""
+        """Computes log-likelihoods (k,), up to a constant, of `rows` (k, d + 1), clipped."""
         sketch = self.kind == "sketch"
         rows = self.scale * rows if sketch else rows
         factor = torch.linalg.cholesky(self.gram + rows[:, :, None] * rows[:, None, :])
