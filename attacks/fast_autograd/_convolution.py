@@ -49,7 +49,7 @@ class Geometry(NamedTuple):
     def live_window(
         self, size: Sequence[int], kernel: Sequence[int]
     ) -> tuple[Geometry, slice, slice] | None:
-        """Finds the part of a kernel that ever meets an image; None if it is the whole."""
+        """Finds geometry, rows and columns of the part that meets images; None if all does."""
         # Also none if no padding that is the same on both sides gives the part the same outputs.
         windows, padding = [], []
         for count, n, k, s, p, d in zip(
@@ -107,7 +107,7 @@ class ConvolutionAlgorithm:
         return x
 
     def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
-        """Converts weights; the next call may overwrite the result unless `keep`."""
+        """Converts weights `w` (O, C, k, l); the next call may overwrite them unless `keep`."""
         return w
 
     def gradients(self, gy: Tensor) -> Tensor:
@@ -115,15 +115,15 @@ class ConvolutionAlgorithm:
         return gy
 
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Computes the convolution (N, O, H', W') as a new tensor."""
+        """Computes the convolution (N, O, H', W') of converted tensors, as a new one."""
         return F.conv2d(images, weights, bias, *self.problem.geometry)
 
     def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Computes the gradient (N, C, H, W); of `images` the shape is used alone."""
+        """Computes the gradient (N, C, H, W) in the images, of which only the shape is used."""
         return self._backward(gradients, images, weights, [True, False, False])[0]
 
     def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Computes the gradient (O, C, k, l); of `weights` the shape is used alone."""
+        """Computes the gradient (O, C, k, l) in the weights, of which only the shape is used."""
         return self._backward(gradients, images, weights, [False, True, False])[1]
 
     def _backward(self, gy: Tensor, x: Tensor, w: Tensor, wants: list[bool]) -> tuple[Tensor, ...]:

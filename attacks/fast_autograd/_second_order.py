@@ -232,7 +232,8 @@ def smooth(model: nn.Module, width: float | Tensor) -> None:
     """Gives the ReLUs and max pools of `model`, in place, smooth second derivatives.
 
     `width` is that of a smoothed jump, in units of the layers' inputs, which are about 1 after norm
-    layers. It may be a 0-d tensor whose value is changed later.
+    layers. It may be a 0-d tensor whose value is changed later. Max pools with dilation,
+    `ceil_mode` or `return_indices` stay.
     """
     for module in model.modules():
         if isinstance(module, nn.ReLU):
