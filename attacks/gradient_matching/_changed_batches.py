@@ -75,7 +75,11 @@ class ChangedBatch:
         box: tuple[Tensor, Tensor],
         rng: torch.Generator,
     ) -> tuple[Tensor, Tensor]:
-        """Returns images and labels that were drawn from, given normalized inputs (B, C, H, W)."""
+        """Returns images and labels that were drawn from, given normalized inputs (B, C, H, W).
+
+        Labels of numbers (B,) stay, probabilities (B, K) are separated. Both results may leave
+        their range: `box`, the normalized pixels 0 and 1, or [0, 1].
+        """
         # What acted last is undone first.
         for change in reversed(self.drawn):
             if isinstance(change, Augmentation):
@@ -130,7 +134,7 @@ def fold_signs(inputs: Tensor, box: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def separate(inputs: Tensor, box: tuple[Tensor, Tensor], rng: torch.Generator) -> Tensor:
-    """Returns W (B, B) by which `inputs`, mixtures of B > 1 images, become these, in float64."""
+    """Returns W (B, B) float64: W times `inputs`, mixtures of B > 1 images, is the images."""
     count = len(inputs)
     pixels = inputs.detach().double()
     # Differences are linear: those of the images are W times those of the inputs.

@@ -148,7 +148,10 @@ class UNet(nn.Module):
     start: Tensor
 
     def __init__(self, count: int, shape: tuple[int, ...], features: int, width: int) -> None:
-        """Draws weights and input from torch's global stream; `features` is 0 without any."""
+        """Draws weights and input from torch's global stream.
+
+        `shape` is (C, H, W), `features` an image's number of them or 0, `width` a multiple of 8.
+        """
         super().__init__()
         channels, height, columns = shape
         levels = resolutions(height, columns)
@@ -288,7 +291,7 @@ class Drawing:
         rng: torch.Generator,
         device: torch.device,
     ) -> None:
-        """Starts at pixels that `rng` draws on the CPU, or at a U-Net of weights by `seed`."""
+        """Starts at pixels by `rng`, or a U-Net by `seed`, given `features` (N, d) unless None."""
         self._spec, self._features = spec, features
         self.box = valid_range(spec, torch.zeros((), device=device))
         """Normalized images (C, 1, 1) of the pixels 0 and 1."""

@@ -123,7 +123,7 @@ def exposure_factors(images: Tensor, box: tuple[Tensor, Tensor], contrast: float
 
 
 def expose(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
-    """Multiplies normalized `images` (N, C, H, W) by the factors that make them fill `box`."""
+    """Multiplies `images` by their `exposure_factors`; one entry in 1,000 may leave `box`."""
     return exposure_factors(images, box, contrast) * images
 
 
@@ -155,7 +155,7 @@ class KnownFeatures(NamedTuple):
 
 @final
 class ForwardPrior:
-    """α_f R_feature + α_BN R_BN (0-d) of images, and its gradient, by one pass through the body."""
+    """Weighted misfits of known features and of granted statistics, and their slope in images."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class ForwardPrior:
         feature_weight: float = 1.0,
         batch_norm: float = 0.0,
     ) -> None:
-        """Takes α_f, `feature_weight`, and α_BN, `batch_norm`: at 0 no statistics are read."""
+        """Takes both weights; at `batch_norm` 0 no statistics are read. `features` may be None."""
         self._features, self._feature_weight = features, feature_weight
         self._statistics = _statistics(observation, knowledge) if batch_norm else {}
         self._batch_norm = batch_norm

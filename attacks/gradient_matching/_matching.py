@@ -107,7 +107,7 @@ def squared_distance(update: Sequence[Tensor], target: MatchedUpdate) -> Distanc
 
 def gaussian_distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
     """Averages 1 - exp(-|u_l - t_l|² / |t_l|²) over tensors l = 1, 2, ..., with weights 1 / l."""
-    # Wang et al., SAPAG, 2020, with variances of an entry: kernels flat wherever an attack starts.
+    # Wang et al., SAPAG, 2020, take an entry's variance: that kernel is flat where attacks start.
     total = sum(1 / (place + 1) for place in range(len(update)))
     losses, direction = [], []
     for place, (u, t) in enumerate(zip(update, target.tensors, strict=True)):
@@ -120,10 +120,13 @@ def gaussian_distance(update: Sequence[Tensor], target: MatchedUpdate) -> Distan
 
 
 def negative_log_likelihood(variance: float, pixels: int, scaled: bool) -> Distance:
-    """Makes a distance |c u - t|² / (2 `variance` `pixels`): c is 1, or likeliest if `scaled`."""
+    """Makes a distance |c u - t|² / (2 `variance` `pixels`): c is 1, or likeliest if `scaled`.
+
+    It is -log p(t | u) per pixel of all images, of noise of that variance in each entry of t.
+    """
 
     def distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
-        # -log p(t | u) per pixel of normal noise (Balunović et al., ICLR 2022), up to a constant.
+        # Balunović et al., ICLR 2022, up to a constant.
         factor = target.square.new_ones(())
         if scaled:
             square = inner_product(update, update).clamp_min(torch.finfo(factor.dtype).tiny)
@@ -137,7 +140,7 @@ def negative_log_likelihood(variance: float, pixels: int, scaled: bool) -> Dista
 
 
 def reweighted_cosine(weights: Sequence[float], *, summed: bool = False) -> Distance:
-    """Makes a distance that averages 1 - cos(u_i, t_i) over tensors, or sums them, if `summed`."""
+    """Makes the mean of 1 - cos(u_i, t_i) over tensors by their `weights`; the sum if `summed`."""
 
     def distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
         losses, direction = [], []
@@ -258,7 +261,11 @@ class Matching:
         tensors: ComparedTensors = "all",
         effects: Effects = "ignored",
     ) -> None:
-        """Prepares for so many `calls` of `differentiate`; `width` is that of slopes' jumps."""
+        """Prepares for so many `calls` of `differentiate`; many of them pay for a recording.
+
+        `width` is that of slopes' jumps (`smooth`); 0 leaves them. Raises AttackFailed if `tensors`
+        is `body` and nothing of it was updated.
+        """
         self._observation = observation
         self._simulated = observation.effect if effects == "simulated" else Effect()
         self.changed = ChangedBatch.read(self._simulated.batch)
@@ -307,7 +314,6 @@ class Matching:
 
     @property
     def device(self) -> torch.device:
-        """Device of the observation."""
         return next(iter(self._observation.parameters.values())).device
 
     def _lay(self, tensor: Tensor) -> Tensor:
@@ -362,7 +368,11 @@ class Matching:
         return replace(candidate, drawn=drawn)
 
     def update(self, images: Tensor, labels: Tensor, *, create_graph: bool = True) -> list[Tensor]:
-        """Computes the compared tensors that clients with `images`, one by one, would send."""
+        """Computes the compared tensors of the update that clients with `images` would send.
+
+        Normalized images are in the order of clients, then of their steps; labels are numbers (N,)
+        or probabilities (N, K). With `create_graph` the result is differentiable in both.
+        """
         direction = self._direction if create_graph else self._detach
         updates = [
             self._bound_update(
