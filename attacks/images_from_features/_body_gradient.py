@@ -52,7 +52,7 @@ class Body:
     """A victim's body, with the weights of the observed round, fast to differentiate twice."""
 
     def __init__(self, observation: Observation, width: float | Tensor) -> None:
-        """Rebuilds the body; `width` is that of slopes' jumps, a tensor (0-d) may change later."""
+        """Rebuilds the body; `width` is that of slopes' jumps; a 0-d tensor may change later."""
         self.input_shape = observation.model.input_shape
         self.model = rebuild(observation)
         accelerate(self.model)
@@ -205,7 +205,7 @@ class LaterSteps:
         }
 
     def correct(self, updates: Iterable[PartUpdate], images: Tensor, done: int, calls: int) -> bool:
-        """Corrects `updates` by what later steps add, at some of so many `calls`; says whether."""
+        """Corrects `updates` at some calls, `done` of all `calls` being over; says whether."""
         # Far candidates tell nothing of later steps, and each simulation costs an iteration.
         if done < _FROM * calls or done % max(1, calls // _TIMES):
             return False
@@ -262,7 +262,10 @@ class PartGradient:
         calls: int,
         later: LaterSteps | None = None,
     ) -> None:
-        """Prepares for so many `calls`; `later` is None for an update of one step."""
+        """Prepares for so many `calls`; `later` is None for an update of one step.
+
+        The misfit of the inputs' outputs to those of `target` has the `weight`.
+        """
         self._later, self._done, self._calls = later, 0, calls
         self._function, self._target, self._weight = part.function, target, weight
         self._parameters = [parameter for _, parameter in part.parameters]
@@ -336,7 +339,10 @@ class BodyGradient(PartGradient):
         calls: int,
         later: LaterSteps | None = None,
     ) -> None:
-        """Prepares the comparison for images of `features` (N, d), and what these tell."""
+        """Prepares the comparison, as `PartGradient` does, for images of `features` (N, d).
+
+        `known` is what these tell, and `width` that of slopes' jumps; 0 leaves them.
+        """
         body = Body(observation, width)
         whole = Part(body.model.features, body.parameters(body.model.body))
         super().__init__(
@@ -351,7 +357,7 @@ class BodyGradient(PartGradient):
 
 
 def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance:
-    """Makes a distance |u - t|² / |t|² of the body plus that of the head, by tensors' `names`."""
+    """Makes the distance |u - t|² / |t|² of body plus head, by `names`; rescales u if `clipped`."""
     # In a single distance the head's planted neurons would outweigh all else.
     body = [name.startswith("body.") for name in names]
 

@@ -77,7 +77,7 @@ def source_attack(source: FeatureSource) -> Attack[Any] | None:
 
 
 def head_of(observation: Observation) -> Head:
-    """Reads the gradient of the head off an observation, into the CPU's memory."""
+    """Reads the head's gradient onto the CPU; AttackFailed of unknown heads, or if it is lost."""
     # The many small problems that follow are slower on an accelerator.
     observation = move_tensors(observation, "cpu")
     if isinstance(rebuild(observation).head, TwoLayerHead):
@@ -88,7 +88,7 @@ def head_of(observation: Observation) -> Head:
 def recover(
     observation: Observation, knowledge: Knowledge, seed: int, source: FeatureSource = SUITED
 ) -> Reconstruction:
-    """Recovers features, and `features_by`, by the `resolved` source or one that suits the head."""
+    """Recovers features by the `resolved` source or what suits the head, named in `features_by`."""
     if not isinstance(source, str):
         attack = source_attack(source)
         assert attack is not None
@@ -306,7 +306,10 @@ def doubts(head: Head, features: Tensor) -> Tensor:
 
 
 def refit_features(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
-    """Fits from images' `features`, None if they explain all; `other` if that explains more."""
+    """Fits the gradient from `features` (N, d); returns `other` (N, d) if that explains more.
+
+    Returns None where `features` explain the gradient up to its noise.
+    """
     found = _fit(head, features.cpu(), other.cpu())
     return None if found is None else found.to(features.device)
 

@@ -95,7 +95,7 @@ class BodyCalls:
             self._calls = self._note(images)[0]
 
     def cuts(self, weights: set[int]) -> list[int]:
-        """Lists calls at which the body can be cut between `weights` (ids), as they end."""
+        """Lists calls, as they end, where the body can be cut between the ids `weights`."""
         found: dict[int, int] = {}
         # Of several cuts between the same parameters, the last is listed.
         for number in sorted(self._maps, key=lambda each: (self._calls[each].after, -each)):
@@ -118,7 +118,7 @@ class BodyCalls:
         return self._output_size if end is None else int(self._maps[end][1])
 
     def stretch(self, begin: int | None, end: int | None) -> Callable[[Tensor], Tensor]:
-        """Returns the function from the answer of call `begin` to that of call `end`."""
+        """Returns the function from the answer of `begin` to that of `end`; None as in `leaves`."""
         calls = self._calls
 
         def function(entering: Tensor) -> Tensor:
@@ -341,7 +341,7 @@ class StagePeeling:
         return self._loss
 
     def images(self, *, weight: float, calls: int) -> PartGradient:
-        """Returns the problem of the first stage, whose inputs are the images, in the end."""
+        """Returns the problem of the first stage, the images, once all others are peeled."""
         self._staged.narrow(0)
         return self._problem(self._staged.stages[0], weight, calls)
 
@@ -433,7 +433,7 @@ class Relaxation:
         later: LaterSteps | None,
         steps: int,
     ) -> None:
-        """Prepares maps; `noise` is its share of the body's update, `steps` the number of calls."""
+        """Prepares maps from `start`; `noise` is its share of the update, `steps` counts calls."""
         clear = max(1 - noise, LEAST_CLEAR)
         self.final_weight = (_TIGHT if later is None else _TIGHT_APPROXIMATE) * math.sqrt(clear)
         """Weight of maps' relative squared distance at the end."""
