@@ -42,7 +42,7 @@ class ImprintAttack(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the images, of the largest gradients first; repeats them where too few."""
+        """Returns the images, of the largest gradients first, and repeats them if too few."""
         if _WEIGHT not in observation.update:
             raise AttackFailed(
                 "the model has no imprint module to read: set model.imprint, as {bins: 128}"

@@ -226,14 +226,17 @@ class PixelPosterior(AttackState):
     mean: Tensor
     """(N, d): posterior means of pixels in [0, 1]."""
     deviation: Tensor
+    """(N, d): posterior standard deviations of pixels."""
     basis: Tensor
     """(N, d, K): posterior means of the spline bases b(u)."""
     power: Tensor
     """(N, d): posterior means of |b(u)|²."""
     errors: Tensor
+    """(N, m): posterior means of the error signals δ."""
     covariance: Tensor
     """(N, N): posterior covariance of the error signals of each hidden unit."""
     strength: Tensor
+    """(N,): prior variance of an image's error signals."""
     largest_change: Tensor
     """Largest change of a pixel in the last sweep (0-d)."""
 

@@ -62,7 +62,7 @@ class LabelInference(DirectAttack):
 
 
 def infer_labels(observation: Observation) -> Tensor:
-    """Infers the labels (N,) of the observed batch, on its device, in an arbitrary order."""
+    """Infers labels (N,) of the batch, in arbitrary order; AttackFailed without a linear layer."""
     return _infer(observation)[0]
 
 

@@ -64,7 +64,10 @@ def train_shadows(
 
 
 def log_odds(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Returns log(p / (1 - p)) (N,) float64, with p the probability of each example's label."""
+    """Returns log(p / (1 - p)) (N,) float64, with p the probability of each example's label.
+
+    `weights` are by name, others those of `seen`. `inputs` (N, ...) are in [0, 1].
+    """
     model, state = rebuild(seen).eval(), {**seen.buffers, **weights}
     found = []
     with torch.no_grad():

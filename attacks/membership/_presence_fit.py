@@ -50,7 +50,7 @@ class InnerProducts:
     """P, the number of entries that are compared."""
 
     def fit(self, mean: Tensor, variance: Tensor, noise: float, *, scored: bool) -> GaussianFit:
-        """Fits means and `variance` > 0 (n,) of the a_i, `noise` s > 0; scores only if `scored`."""
+        """Fits a_i of prior `mean`, `variance` > 0 (n,) and `noise` s > 0; scores if `scored`."""
         # With D = diag(d) and M = I + D^(1/2) A D^(1/2) / s, whose size is n and not P, Woodbury's
         # identity gives both the likelihood and q = D^(1/2) G C^-1 x.
         root = variance.sqrt()
@@ -126,7 +126,11 @@ def append_public(
 def fit_presence(
     seen: Observation, inputs: Tensor, labels: Tensor, asked: int, chance: float | Tensor = 0.5
 ) -> PresenceFit:
-    """Fits the first `asked` of the examples, each there with `chance` < 1, to one update."""
+    """Fits the first `asked` of the examples, each there with `chance` < 1, to one update.
+
+    `inputs` (N, ...) are in [0, 1], and public ones follow those asked about. A tensor (asked,) has
+    a chance for each. Raises AttackFailed if all gradients are 0.
+    """
     # The defense removed entries of the update, so that they are left out of gradients, too.
     kept = {n: t != 0 for n, t in seen.update.items()} if seen.effect.removed else None
     gradients = ExampleGradients(seen, kept)

@@ -52,7 +52,10 @@ class PatchLayer:
 
 
 def find_patch_layer(model: Classifier, observation: Observation) -> PatchLayer:
-    """Finds the patch embedding of `model` and its position embedding, or raises AttackFailed."""
+    """Finds the patch embedding of `model` and its position embedding, or raises AttackFailed.
+
+    The model is put into eval mode, and its observed parameters then require gradients.
+    """
     model.eval()
     shape = observation.model.input_shape
     # An image whose pixels are their own numbers shows which of them a layer takes.
