@@ -51,7 +51,7 @@ class CorrelatedNoise(StatefulTrainingDefense):
     """λ: share of the last step's noise that is taken back."""
 
     def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
-        """Returns the noisy mean of clipped gradients; `memory` maps parameters to z_(t-1) / z."""
+        """Returns a function for the noisy mean; it keeps z_(t-1) / z in `memory`, by parameter."""
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator

@@ -53,9 +53,9 @@ def permutation(count: int, rng: torch.Generator) -> Tensor:
 
 
 def mix(values: Tensor, weights: Tensor, partners: Tensor) -> Tensor:
-    """Returns weighted means of several `values` (B, ...) each: of the `partners` (B, k), by place.
+    """Returns for each place the weighted mean of the `values` (B, ...) at its `partners` (B, k).
 
-    The rows of the `weights` (B, k) sum to 1.
+    Rows of `weights` (B, k) sum to 1.
     """
     # One weight for all entries of an image.
     spread = weights.to(values)[(..., *[None] * (values.ndim - 1))]

@@ -23,10 +23,10 @@ def clipped_mean(
 ) -> dict[str, Tensor]:
     """Computes the sum of the examples' clipped gradients, divided by `batch_size`.
 
-    There are N `images` (N, ...), which may be 0 or another number than `batch_size`. Each gradient
-    is clipped to the L2 norm `norm`, over all tensors together; one that is not finite counts as
-    zero. The result is in float64, as float32 would round it by more than one example may move it.
-    Rounding is safe after noise has been added.
+    The number N of `images` (N, ...) may be 0, and need not be `batch_size`. Each gradient of the
+    `loss` in `parameters` is clipped to the L2 norm `norm`, over all tensors together; one that is
+    not finite counts as zero. The result is in float64, as float32 would round it by more than one
+    example may move it. Rounding is safe after noise has been added.
 
     Raises:
         FedsimError: the loss cannot be taken one example at a time.
@@ -53,7 +53,9 @@ def noisy_steps(
 ) -> Guarantee:
     """Returns what Gaussian noise on every step's sum of clipped gradients proves.
 
-    `defense` is the name that is given as a reason where there is no noise.
+    `defense` is named in the reason where there is no noise. `noise_multiplier` is the noise's
+    deviation over the clipping norm, and `correlation` in [0, 1) the share of the last step's noise
+    that is subtracted.
     """
     if noise_multiplier == 0:
         return Guarantee(reason=f"{defense} adds no noise: its noise_multiplier is 0")
@@ -61,7 +63,7 @@ def noisy_steps(
 
 
 def noise_on_steps(std: float, correlation: float = 0.0) -> Effect:
-    """Returns the effect of noise on each step, and of a clipping factor for each example."""
+    """Returns the effect of clipping examples, and of noise of deviation `std` on each step."""
     noise = Noise(variance=std**2, on="step", correlation=correlation)
     return Effect(scaled_examples=True, noise=(noise,) if noise.variance else ())
 

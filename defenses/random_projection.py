@@ -149,12 +149,12 @@ def largest_residual(rows: Tensor) -> float:
 
 
 def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
-    """Refuses `rows` (n, d), those `of` whom, if one has more than the `declared` leverage."""
+    """Refuses `rows` (n, d) of more leverage than `declared`; errors name `of` and `defense`."""
     _refuse_more("leverage", declared, largest_leverage(rows), rows, of, defense)
 
 
 def require_residual(declared: float, rows: Tensor, of: str, defense: str) -> None:
-    """Refuses `rows` (n, d + 1) if one has more than the `declared` share of squared residuals."""
+    """Refuses `rows` (n, d + 1), as `require` does, by the share of squared residuals."""
     _refuse_more("residual", declared, largest_residual(rows), rows, of, defense)
 
 

@@ -39,7 +39,7 @@ class Soteria(TrainingDefense):
     that."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the step's direction with the classifier's pruned columns at zero."""
+        """Returns a function for the direction with the classifier's pruned columns at zero."""
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
