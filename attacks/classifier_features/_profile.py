@@ -56,7 +56,7 @@ def minimize(
     iterations: int,
     enough: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Minimizes the squared norm of `residuals` from each of S starts at once.
+    """Minimizes |residuals|² from S starts at once; returns points (S, n) and losses (S,) there.
 
     Args:
         residuals: function from points and `given` to residuals.
@@ -65,9 +65,6 @@ def minimize(
         given: (S, ...), constants of each start, such as its labels.
         iterations: steps at most; fewer are made once no start improves.
         enough: sum of squares; as soon as that of one start is below it, all descents end.
-
-    Returns:
-        The last points (S, n), and their sums of squares (S,).
     """
     points = starts
     damping = starts.new_full((len(starts),), _FIRST_DAMPING)

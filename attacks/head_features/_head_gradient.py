@@ -153,10 +153,7 @@ class HeadGradient:
         return features if self.basis is None else features @ self.basis
 
     def subset(self, equations: int, fewest: int = 1) -> HeadGradient:
-        """Returns the gradient of at least `fewest` neurons, and of enough for so many `equations`.
-
-        All neurons stay if more than half of them would.
-        """
+        """Returns the gradient of `fewest` or more neurons, enough for so many `equations`."""
         # A neuron gives one for each entry left of ∂L/∂A: those with most come first.
         m = self.hidden.shape[0]
         entries = (
@@ -300,7 +297,7 @@ class Objective:
         return Value(loss, slope @ head.hidden, errors, residual)
 
     def scale(self, value: Value, features: Tensor) -> Tensor:
-        """Computes R (n, n) from the `value` at `features` X: it curves alike along R⁻¹ X."""
+        """Computes R (n, n) from `value` at `features` X; the objective curves alike in R⁻¹ X."""
         # Outside the span of the features X (n, d) the Gauss-Newton matrix is, for Gaussian W, (D'D
         # ∘ P) ⊗ I, with P_ik the share of neurons that both activate: images of one label spoil it.
         head = self.head
@@ -318,7 +315,7 @@ class Objective:
         return scale
 
     def noise_floor(self, variance: float, unknowns: int = 0) -> float:
-        """Computes the loss that noise of `variance` an entry leaves to a fit of `unknowns`."""
+        """Computes the loss that noise of `variance` leaves in a fit of so many `unknowns`."""
         return variance * (self._observed.numel() - unknowns) / float(self._energy)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -429,7 +429,6 @@ class OutputSolver(FeatureSolver):
     loss: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begins with the loss of the first attempt."""
         self.loss = self.attempt.loss
 
     @property
@@ -520,7 +519,6 @@ class CoarseToFine(FeatureSolver):
     loss: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begins with the loss of the coarse fit."""
         self.loss = self.fit.loss
 
     @property

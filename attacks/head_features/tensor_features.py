@@ -40,7 +40,6 @@ _CHUNK = 4096  # points whose outer products are formed at once
 def second_moment(g: Tensor, w: Tensor) -> Tensor:
     """Computes (1/m) Σ_j g_j H_2(w_j), (d, d), from values `g` (m,) and points `w` (m, d)."""
     moment = w.T @ (g[:, None] * w) / len(w)
-    # H_2(w) = w w' - I.
     return moment - g.mean() * torch.eye(w.shape[1]).to(w)
 
 
