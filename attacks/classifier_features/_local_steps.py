@@ -156,7 +156,7 @@ class LocalPath:
     """The path of one client's local steps on one batch, and corrections of the fit along it."""
 
     def __init__(self, observation: Observation, rng: torch.Generator) -> None:
-        """Takes steps of an update that `suits` for one gradient, and watches features drift."""
+        """Reads the steps of an update that `suits` as one gradient, and watches features drift."""
         self._training = observation.training
         sizes = [_DECAY**step for step in range(self._training.steps)]
         self._shares = positions(self._training, sizes)

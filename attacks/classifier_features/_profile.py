@@ -389,8 +389,8 @@ class Profile:
 
     def variances(self, point: Tensor, labels: Tensor) -> Tensor:
         """Computes the summed variance of each image's features, (N,), at unit noise variance."""
-        # Of first order: the Jacobian gives that of the points, and with the inverse of the error
-        # signals that of Y, the part outside the span of the classifier's rows.
+        # They are of first order: the Jacobian gives that of the points, and with the inverse of
+        # the error signals that of Y, the part outside the span of the classifier's rows.
         targets = F.one_hot(labels, self.classes).double()[None]
         parts = self._parts(point[None], targets)
         count, factors = self.classifier.num_images, self.classifier.factors

@@ -371,7 +371,7 @@ class Matching:
         """Computes the compared tensors of the update that clients with `images` would send.
 
         Normalized images are in the order of clients, then of their steps; labels are numbers (N,)
-        or probabilities (N, K). With `create_graph` the result is differentiable in both.
+        or probabilities (N, K). With `create_graph` it is differentiable in images, probabilities.
         """
         direction = self._direction if create_graph else self._detach
         updates = [

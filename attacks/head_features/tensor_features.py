@@ -338,8 +338,7 @@ def combine_rows(head: HeadGradient) -> Tensor:
     """Sums rows of ∂L/∂A to g_j = Σ_k c_k ∂L/∂a_kj, (v,), of the v planted neurons."""
     # The c keep p's part of r_i = Σ_k c_k (p_ki - y_ki) nearly constant. With A's rows in two
     # groups, c adds a class of each: p_1 + p_2 is 2 / K for even K and near it for odd K (Appendix
-    # B, Remark B.2). With rows all equal, or two or three classes, c is one
-    # class (Remark B.3).
+    # B, Remark B.2). With rows all equal, or two or three classes, c is one class (Remark B.3).
     outer = head.grad_output[:, head.planted]
     classes = len(outer)
     if classes <= 3 or head.config.planted_rows == "equal":

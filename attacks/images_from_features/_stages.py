@@ -71,9 +71,8 @@ class BodyCalls:
     """Calls of modules in one pass through a body, numbered in the order in which they begin."""
 
     def __init__(self, body: nn.Module, images: Tensor) -> None:
-        """Notes the calls that `body` makes for `images` (N, C, H, W)."""
+        """Notes calls for `images` (N, C, H, W), by `body`'s forward functions wrapped for good."""
         self._body, self._images = body, images
-        # Forward functions are replaced for good, and compute what they did.
         self._visit: _Visit | None = None
         for module in body.modules():
             # The forward function of a compiled module cannot be replaced.
@@ -433,7 +432,7 @@ class Relaxation:
         later: LaterSteps | None,
         steps: int,
     ) -> None:
-        """Prepares maps from `start`; `noise` is its share of the update, `steps` counts calls."""
+        """Prepares maps from `start`; `noise` is that share of the update, `steps` counts calls."""
         clear = max(1 - noise, LEAST_CLEAR)
         self.final_weight = (_TIGHT if later is None else _TIGHT_APPROXIMATE) * math.sqrt(clear)
         """Weight of maps' relative squared distance at the end."""
