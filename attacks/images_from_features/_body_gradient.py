@@ -205,7 +205,10 @@ class LaterSteps:
         }
 
     def correct(self, updates: Iterable[PartUpdate], images: Tensor, done: int, calls: int) -> bool:
-        """Corrects `updates` at some calls, `done` of all `calls` being over; says whether."""
+        """Corrects `updates` by what later steps add at `images`, at some calls; says whether.
+
+        Of all `calls` of this method, `done` have been made.
+        """
         # Far candidates tell nothing of later steps, and each simulation costs an iteration.
         if done < _FROM * calls or done % max(1, calls // _TIMES):
             return False

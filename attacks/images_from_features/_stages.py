@@ -94,7 +94,7 @@ class BodyCalls:
             self._calls = self._note(images)[0]
 
     def cuts(self, weights: set[int]) -> list[int]:
-        """Lists calls, as they end, where the body can be cut between the ids `weights`."""
+        """Lists calls, as they end, that cut the body between parameters of ids `weights`."""
         found: dict[int, int] = {}
         # Of several cuts between the same parameters, the last is listed.
         for number in sorted(self._maps, key=lambda each: (self._calls[each].after, -each)):

@@ -151,7 +151,6 @@ def _position(
         signal = signal.flatten(2).transpose(1, 2)
     signal = signal.reshape(patches, -1).double()
     for name, gradient in zip(parameters, gradients, strict=True):
-        # Rows have to be as wide as a token.
         if gradient is None or gradient.shape[-1] != signal.shape[1]:
             continue
         rows = gradient.reshape(-1, signal.shape[1]).double()
