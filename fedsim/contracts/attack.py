@@ -52,9 +52,11 @@ class Attack(Plugin, Generic[S]):
     """Recovers a client's data from an observation. Fields are hyper-parameters."""
 
     needs: ClassVar[Grant] = Grant.least()
+    """Least grant that it needs, where no parameter decides it (`required`)."""
     takes_rows: ClassVar[bool] = False
     """Whether it also attacks a model of a table's rows, and not only one of images."""
     reads: ClassVar[tuple[Payload, ...]] = ("update",)
+    """Kinds of client message that it reads."""
     ignores_update: ClassVar[bool] = False
     """Whether it never looks at the update: a control, which draws what its prior knows. It is
     ranked behind all that look, and never said to work."""

@@ -98,6 +98,7 @@ class StatisticDefense(Plugin):
     """
 
     statistic: ClassVar[Statistic]
+    """Statistic that it privatizes."""
 
     @abstractmethod
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:

@@ -209,6 +209,7 @@ class Learner(Plugin):
     """Defines what a client computes from its data, and what the server makes of the mean."""
 
     data: ClassVar[type[Dataset] | type[Table]]
+    """Kind of data that it computes from."""
     trains: ClassVar[bool] = False
     """Whether it trains a model over rounds, see `TrainingLearner`. One that does not releases once
     (`training.rounds: 1`), from all of a client's data, and its server takes the plain mean."""

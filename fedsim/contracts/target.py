@@ -330,7 +330,7 @@ class Target(Plugin):
         """Returns the answer to another update as one for this, the control; as it is by default.
 
         `pairs` has the row of the other update that stands for each row of this one, for targets
-        that are `asked_singly`.
+        that are `asked_singly`. `truth` is that of this update.
         """
         return answer
 

@@ -387,7 +387,10 @@ class Server:
     def observation_id(
         self, round: int, client: int, probe: Probe | None, watcher: Watcher = "server"
     ) -> str:
-        """Returns the id of what `watcher` sees of an answer; client -1 is the aggregate."""
+        """Returns the id of what `watcher` sees of an answer; client -1 is the aggregate.
+
+        The answer is that to `probe`, or (None) an update of training.
+        """
         suffix = f"b{probe.batch_size}-t{probe.trial}" if probe else "training"
         return observation_id(self.stack_name, round, client, suffix, watcher)
 
