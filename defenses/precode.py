@@ -44,7 +44,7 @@ class Precode(ModelDefense):
 
 @final
 class VariationalBottleneck(LossTerm):
-    """Encodes features (B, d) as normal distributions, draws from them, and decodes to (B, d)."""
+    """Encodes features (B, d) as normals of `size` dimensions, and decodes a draw to (B, d)."""
 
     def __init__(self, features: int, size: int, weight: float) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ class ImagePrior:
     """The distribution of public images, and that of images whose features are known."""
 
     def __init__(self, observation: Observation, images: Tensor) -> None:
-        """Computes the features of public `images` (P, C, H, W), uint8, by the sent model."""
+        """Computes features of public `images` (P >= 2, C, H, W), uint8; else AttackFailed."""
         if images.shape[1:] != observation.model.input_shape or len(images) < 2:
             raise AttackFailed(
                 f"the public images are {tuple(images.shape)}, and a regression on features takes "
