@@ -130,7 +130,8 @@ def validate(
     The data are loaded, and two local steps are tried behind each stack. Nodes of a federation over
     a network are not asked: clients hold what the scenario's own source deals to them. `overrides`
     are `a.b=value` assignments to a file's keys. There is an entry for each variant of a sweep, in
-    its order. A FedsimError says why a run would refuse the scenario.
+    its order. A FedsimError says why a run would refuse the scenario. Unless `quiet`, progress of
+    slow claims is shown.
     """
     document = open_scenario(scenario, overrides)
     variants = expand(document)
@@ -144,7 +145,7 @@ def validate(
 def open_scenario(
     scenario: str | Path | Mapping[str, Any] | Scenario, overrides: Sequence[str]
 ) -> Document | Mapping[str, Any] | Scenario:
-    """Returns the document of a file with `overrides`, which need one; others as they are."""
+    """Returns the document of a file with `overrides` of its keys; other scenarios have none."""
     if isinstance(scenario, str | Path):
         return open_document(scenario, overrides)
     if overrides:
@@ -162,7 +163,7 @@ def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator
 
 
 def place_of(index: int, variants: Sequence[Variant]) -> str:
-    """Returns the variant's place in its sweep, from 1, such as `2/4 `; empty without a sweep."""
+    """Returns the place of variant `index` from 0, as `2/4 ` for 1; empty without a sweep."""
     return f"{index + 1}/{len(variants)} " if variants[index].label else ""
 
 
@@ -171,8 +172,8 @@ def accept(
 ) -> Accepted:
     """Loads a variant's data, checks everything about it (`federation.refusals`), and returns both.
 
-    Without `out`, the run's folder, clients that are elsewhere hold what the scenario's own source
-    deals.
+    `place` stands before names of stages, and `link` leads to nodes elsewhere. Without `out`, the
+    run's folder, clients that are elsewhere hold what the scenario's own source deals.
     """
     scenario = variant.scenario
     # A device that is not there is refused before any data are loaded.

@@ -116,7 +116,10 @@ class ServerTap(FLComponent):  # type: ignore[misc]
     """Records on the server what each client is sent and answers, before the server's filters."""
 
     def __init__(self, out: str, max_gib: float = 8.0) -> None:
-        """Makes a component for the server of a job; what exceeds `max_gib` GiB is counted."""
+        """Makes a component for the server of a job, which records below `out`, in `run-<number>`.
+
+        What exceeds `max_gib` GiB is left out and counted.
+        """
         super().__init__()
         # NVFlare writes a component's arguments to the job, from attributes of the same names.
         self.out, self.max_gib = str(out), max_gib

@@ -21,10 +21,7 @@ from rich.progress import (
 
 
 class Display:
-    """Shows bars on a terminal within its `with` block, plain lines elsewhere; nothing by default.
-
-    Where a console is quiet, nothing is shown either.
-    """
+    """Shows bars on a terminal within its `with` block, else plain lines; by default nothing."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(quiet=True)

@@ -413,7 +413,10 @@ def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
 def command_of(
     source: Path, model: nn.Module | str, homes: Sequence[str | Path], asked: AssessSettings
 ) -> str:
-    """Returns the shell command that repeats the assessment; a model is named by its class."""
+    """Returns the shell command that repeats the assessment; a model is named by its class.
+
+    `source` is the folder of the recorded run, and `homes` are those of witnesses.
+    """
     named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__name__}"
     words = ["fedsim", "assess", str(source.absolute()), "--model", named, "--out", "again"]
     for home in homes:
@@ -500,7 +503,7 @@ def _arguments(call: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
-    """Returns the number of outputs of the model, by a trial on black images of that shape."""
+    """Returns the number of the model's outputs, by a trial on images of `shape` (C, H, W)."""
     # Of each module: an app may keep some, such as a frozen batch norm, in another mode.
     modes = [(part, part.training) for part in model.modules()]
     try:

@@ -128,7 +128,8 @@ def guesser_of(
 ) -> tuple[scoring.Guesser, bool]:
     """Learns the zero-information guess from clients that are not `picked`, if there are any.
 
-    Else it is learned from the victims' own images, and `notes` get a caution. Also returns which.
+    Else it is learned from the victims' own images, and `notes` get a caution. Also returns whether
+    there are others.
     """
     victims = {each.exchange.node_id for each in picked}
     # One testimony per client, so that its images do not count once for each round.
@@ -158,7 +159,8 @@ class AppTraining:
     """Local training and defenses of the app's clients, declared or found.
 
     `local` declares their training by the keys batch_size and lr, and perhaps epochs and momentum;
-    None: it is read off what was witnessed. `notes` gathers lines for the report.
+    None: it is read off what was witnessed. `mode` is that of the model. `defenses` have name and
+    parameters, as in a scenario; `stack` names them in the report, and `notes` gathers its lines.
     """
 
     def __init__(
@@ -327,7 +329,10 @@ def simulate_training(
     mode: Mode,
     rule: StepRule | None = None,
 ) -> LocalTraining:
-    """Returns the local training that attacks simulate: epochs as one of their total weight."""
+    """Returns the local training that attacks simulate: one epoch of the weight of all.
+
+    `steps` are all steps of a client of so many `examples`, and `per_epoch` those of an epoch.
+    """
     again = LocalTraining(
         algorithm="fedavg",
         steps=steps,
@@ -370,7 +375,10 @@ def observe_exchange(
     answer: TappedAnswer,
     prefix: str,
 ) -> Observation:
-    """Returns the observation of one exchange of an undefended client with this `model`."""
+    """Returns the observation of one exchange of an undefended client with this `model`.
+
+    `victim` is the same model, taken apart; `prefix` stands before the app's names in its own.
+    """
     before = _own_names(exchange.read_broadcast(), model, prefix)
     after = _own_names(exchange.read_reply(), model, prefix)
     trained = {name for name, _ in model.named_parameters()}

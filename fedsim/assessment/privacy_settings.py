@@ -131,6 +131,7 @@ def read_privacy(
     """Returns the privacy settings of a recorded app with at least one exchange.
 
     `mods` has, by message id, those of the client that answered, outermost first; None if unknown.
+    `strategies` are the server's, likewise, and `left_out` the lines of a tap that left some out.
     """
     found = _read_defenses(exchanges, mods)
     doubts = [line for line in left_out if line.startswith((TWICE, CHANGED, NO_ROOM))]

@@ -175,7 +175,10 @@ def hide_defenses(observation: Observation) -> Observation:
 def score_answer(
     job: Job, answer: AttackAnswer, bound: TensorBound | None, setting: Setting, aids: Aids
 ) -> Result:
-    """Scores an attack's answer or failure, writes the reconstruction, and returns the result."""
+    """Scores an attack's answer or failure, writes the reconstruction, and returns the result.
+
+    `bound` is what theory predicts of the error; None if it says nothing of this attack.
+    """
     # No attack is loaded here: it could look for the truth, and its package may be missing.
     observation = load_observation(job.observation, setting.device)
     truth = load_truth(setting.root, observation.id, observation.num_clients)

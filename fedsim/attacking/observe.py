@@ -158,8 +158,9 @@ class VictimModel:
     ) -> Observation:
         """Returns what a server sees of one undefended client's `update` in the first round.
 
-        All tensors are by the model's own names. `buffers` are new ones of batch norm, if any were
-        sent, and `state` is what the client started from, where that is not the model's.
+        All tensors are by the model's own names. `update` is a gradient or a change of weights, see
+        `observe`. `buffers` are new ones of batch norm, if any were sent, and `state` is what the
+        client started from, where that is not the model's.
         """
         names = self._names
         # Differences of state dicts have zeros for frozen parameters: only a change contradicts
@@ -365,7 +366,10 @@ def _prefixes(names: Sequence[str]) -> list[str]:
 def checked_examples(
     images: Tensor, labels: Tensor, spec: ModelSpec, count: int, *, where: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """Returns `count` images in [0, 1] and classes, as float32 and int64 on the CPU, or refuses."""
+    """Returns `count` images in [0, 1] and classes, as float32 and int64 on the CPU, or refuses.
+
+    `images` have the shape that `spec` states; `where` stands before messages.
+    """
     shape = (count, *spec.input_shape)
     if tuple(images.shape) != shape:
         raise FedsimError(f"{where}images: expected shape {shape}, got {tuple(images.shape)}")

@@ -86,7 +86,7 @@ class Workers:
             self._aids = setting.aids
 
     def attack(self, index: int, questions: bytes) -> Future[bytes]:
-        """Sends packed `questions`; progress on them is reported as `index`. Has packed answers."""
+        """Sends packed `questions`; progress has their `index`. The future has answers."""
         assert self._attackers is not None
         with delay_interrupts():
             return self._attackers.submit(answer_packed, index, questions)
@@ -128,7 +128,7 @@ def run_jobs(
     on_progress: Callable[[Job, Progress], None],
     on_result: Callable[[Job, Result], None],
 ) -> None:
-    """Runs `jobs` in the processes of `workers`, within their block, and reports as it goes on."""
+    """Runs `jobs` by `workers`, in their block, and reports; a worker's death is a RunFailed."""
     if setting.device.startswith("cuda"):
         torch.cuda.empty_cache()  # what this process trained with is the attacks' now
     public = Public.of(setting.root, setting.granted)

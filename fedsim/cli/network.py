@@ -195,7 +195,7 @@ def refuse_unfit(superlink: str, roots: Path | None) -> None:
 
 
 def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -> None:
-    """Ends the command with status 2 if network options are given without a SuperLink."""
+    """Ends the command with status 2 if a network option is `given` without a SuperLink."""
     lonely = [option for option, is_given in given.items() if is_given]
     if superlink is None and lonely:
         typer.secho(

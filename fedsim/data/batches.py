@@ -30,7 +30,7 @@ def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
 
 
 def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -> Tensor:
-    """Returns the `indices` in bin `step` modulo `bins`; `rng` is the same in each step."""
+    """Returns the `indices` in bin `step` modulo `bins`; `rng` is seeded alike in each step."""
     # The same bins are drawn in each step, so an example takes part in exactly one of any `bins`
     # successive steps.
     return indices[torch.randint(bins, (len(indices),), generator=rng) == step % bins]

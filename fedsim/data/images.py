@@ -40,7 +40,7 @@ def resize(image: Image, width: int, height: int) -> Image:
 
 
 def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[Tensor, Tensor]:
-    """Returns (train, test) indices, by `labels` and `name` alone, with a share of each class."""
+    """Returns (train, test) indices, sorted and disjoint: `test_fraction` of each class is test."""
     test = torch.zeros(len(labels), dtype=torch.bool)
     for label in sorted(set(labels.tolist())):
         members = (labels == label).nonzero().flatten()

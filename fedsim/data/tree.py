@@ -88,7 +88,10 @@ class Tree(ABC):
     def left_out(
         self, used: Container[Parts], depth: Callable[[Parts], int] | None
     ) -> Iterator[tuple[Parts, str]]:
-        """Yields visible files that are not `used`, whose parts `depth` counts, with the reason."""
+        """Yields visible files that are not `used`, with the reason; at another depth images alone.
+
+        `depth` returns the number of parts that a used path has; None allows any number.
+        """
         for path in self._paths():
             if path in used or not _is_visible(path):
                 continue

@@ -41,10 +41,7 @@ _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
 
 @dataclass(frozen=True)
 class ClientState:
-    """Files below `out` in which a client remembers a stack's rounds.
-
-    `client` becomes part of a path: the caller has checked that it is a client of the scenario.
-    """
+    """Files below `out` in which a `client`, a number that was checked, remembers its rounds."""
 
     out: Path
     stack: str

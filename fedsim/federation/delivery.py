@@ -154,10 +154,7 @@ class Nodes:
         self._known: set[int] = set()
 
     def gather(self, done: int) -> None:
-        """Waits for a node of each client, and tells all that `done` rounds are done.
-
-        A client without a node or with two, and a node that fails, are a `FedsimError`.
-        """
+        """Waits for one node of each client, or refuses; tells all that `done` rounds are done."""
         greeting = wire.greeting(done)
         calls = roll_call(self._grid, self._count, greeting, wire.IDENTIFY, self._patience)
         for node, content in calls:

@@ -137,10 +137,7 @@ class LocalGrid(Grid):
 
 
 def train(job: client_app.FederationJob, server: Server, on_round: server_app.OnRound) -> None:
-    """Trains the remaining rounds of `job` in this process, one client at a time.
-
-    A `server` that is a `Workload` is used; otherwise the job's own is built.
-    """
+    """Trains the remaining rounds of `job` here; without data in `server` it builds its own."""
     workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario
     run_server(

@@ -58,10 +58,7 @@ def noted_rounds(path: Path) -> list[int]:
 
 
 def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
-    """Refuses a new release, of key `own`, in a round before one that is noted in `path`.
-
-    `who` names the owner of the noise, for the error.
-    """
+    """Refuses `who` a new release, of key `own`, in a round before one that `path` notes."""
     noted = _read(path)
     # What was released before may be said again, since it is the same bytes.
     is_released = any("release" in entry for entry in noted if entry["asked"] == list(own))

@@ -36,8 +36,8 @@ from fedsim.training.server import Server
 from fedsim.types import FedsimError, Tensors, Update
 from fedsim.words import number_of
 
-_Ordered = tuple[Message, int, Probe | None]
 # A message, its client, and the probe that it asks for; None for training.
+_Ordered = tuple[Message, int, Probe | None]
 
 
 class TapGrid(WrappedGrid):
@@ -46,10 +46,7 @@ class TapGrid(WrappedGrid):
     def __init__(
         self, grid: Grid, server: Server, nodes: Mapping[int, int], out: Path, delivery: Delivery
     ) -> None:
-        """Wraps the `grid` of any engine; `nodes`, by client, are looked up when a round begins.
-
-        Recordings go below `out`, and `delivery` says how messages travel.
-        """
+        """Wraps the `grid` of any engine; `nodes`, by client, are looked up when a round begins."""
         super().__init__(grid)
         self._server = server
         self._nodes = nodes
@@ -88,10 +85,7 @@ class TapGrid(WrappedGrid):
         self.tally = Tally()
 
     def end(self) -> Tensors:
-        """Forgets the round's replies; returns the new global float buffers.
-
-        They are the mean over accepted answers, weighted by examples; the old ones without any.
-        """
+        """Forgets the round's replies; returns accepted answers' mean float buffers, or the old."""
         # Buffers are statistics: a server optimizer could make a variance negative.
         self._spool.clear()
         shutil.rmtree(self._scratch, ignore_errors=True)

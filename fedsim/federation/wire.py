@@ -228,10 +228,7 @@ def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
 
 
 def greeting(done: int) -> RecordDict:
-    """Returns the content of a message that asks a node which client it is, and names `done`.
-
-    `done` is the number of the last round that is finished, or 0.
-    """
+    """Returns the content of a message that asks a node for its client after `done` rounds."""
     return RecordDict({CONFIG: ConfigRecord({ROUND: done})})
 
 

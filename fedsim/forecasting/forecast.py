@@ -58,7 +58,7 @@ class Forecast:
 
     @property
     def gain(self) -> float | None:
-        """Gain expected of the best attack, dB of PSNR over who saw no update, or None."""
+        """Gain expected of the best attack, dB of PSNR over the guess; None with a `reason`."""
         return None if self.reason else self.estimate.gain
 
     @property
@@ -102,7 +102,7 @@ class Forecast:
         }[self.attackable]
 
     def as_row(self) -> dict[str, Any]:
-        """Returns this and its `Estimate`, whose `gain` is `matching_gain`, as JSON can."""
+        """Returns its fields and its `Estimate`'s, whose `gain` is `matching_gain`, for JSON."""
         return {
             "stack": self.stack,
             "rounds": list(self.rounds),

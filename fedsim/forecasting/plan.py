@@ -131,7 +131,10 @@ _MOST_STAND_INS = 1024
 
 
 def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[UpdatePlan]:
-    """Returns a plan for each defense stack and batch size, at the weights before any training."""
+    """Returns a plan for each defense stack and batch size, at the weights before any training.
+
+    `overrides` are settings of the scenario, `key=value` each.
+    """
     scenario = _only(open_document(path, overrides), path)
     dataset = load_dataset(scenario)
     images = _stand_ins(dataset)

@@ -109,7 +109,11 @@ def preflight_file(
     *,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Forecast]:
-    """Forecasts every stack and batch size of a scenario or run; `tell` gets (done, of all)."""
+    """Forecasts every stack and batch size of a scenario file, or of a run's folder.
+
+    `overrides` are settings of the scenario, `key=value`. `tell` is called before each forecast
+    with the numbers done and of all.
+    """
     path = Path(origin)
     if path.is_dir():
         if overrides:

@@ -68,6 +68,7 @@ class Exchange(BaseModel):
     """Digest of the file that holds what the client answered."""
     config: dict[str, dict[str, Any]]
     metrics: dict[str, dict[str, Any]]
+    """Those of the answer, as `config` of the order: name of a record -> key -> value."""
     path: Path = Field(default=Path(), exclude=True)
     """File that this exchange was read from."""
 
@@ -76,11 +77,11 @@ class Exchange(BaseModel):
         return _read_verified(self.path.parent / _broadcast_name(self.broadcast), self.broadcast)
 
     def read_reply(self) -> Tensors:
-        """Returns the tensors that the client answered, likewise."""
+        """Returns the tensors that the client answered, by the app's names."""
         return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
     def number(self, key: str) -> float | None:
-        """Returns the first number called `key` in a record of the metrics, up to 1e100."""
+        """Returns the first number up to 1e100 called `key` in a record of the metrics, or None."""
         for record in self.metrics.values():
             value = record.get(key)
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -107,7 +108,11 @@ class Recorder:
         clients: int | None,
         max_bytes: int,
     ) -> None:
-        """Goes on with what is written of the run; None is all `rounds`, and all `clients`."""
+        """Goes on with what is written of the run below `out`, the folder of all runs.
+
+        `clients` is the maximum number of nodes, and `max_bytes` that of the run's folder. None is
+        all `rounds`, and all `clients`.
+        """
         self.folder = out / f"run-{run_id}"
         self._run_id = run_id
         self._side: TapSide = side

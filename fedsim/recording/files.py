@@ -181,7 +181,7 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
 
 
 def save_public(images: Tensor, root: Path, labels: Tensor | None = None) -> None:
-    """Writes the run's public images (P, C, H, W), uint8, or rows (P, D), float32."""
+    """Writes public images (P, C, H, W), uint8, or rows (P, D), float32, and labels (P,) int64."""
     write_tensors(
         root / _PUBLIC, {"images": images} | ({} if labels is None else {"labels": labels})
     )
@@ -410,7 +410,7 @@ _MOST = 1_000_000
 def inconsistencies(
     seen: Observation, parameters: Collection[str], buffers: Collection[str]
 ) -> Iterator[str]:
-    """Yields a text for each fault by which a recording, of these names, would mislead attacks."""
+    """Yields a text for each fault by which a recording that lists these names misleads attacks."""
     training = seen.training
     if not 1 <= training.steps <= MOST_STEPS:
         yield f"training.steps: expected 1 to {MOST_STEPS}, got {training.steps}"

@@ -109,6 +109,7 @@ def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
     """Writes `arrays` as safetensors, whole or not at all, and returns the file's digest.
 
     It does not wait for the disk: after a crash of the machine only the digest tells a torn file.
+    `digest`, if given, has to be that of `digest_of`, which is then not computed again.
     """
     cached = size_of(arrays) < _LARGE
     if digest is not None:

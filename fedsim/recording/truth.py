@@ -121,8 +121,8 @@ def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
     """Reads the truth of all clients of the observation `id`, joined in the order of the clients.
 
     Local losses are averaged, and tensors that a client lacks are left out. Of rows, `clients` of
-    the result counts the clients from 0. An IncompleteTruth says that they are not as many as
-    asked.
+    the result counts the clients from 0. An IncompleteTruth says that not as many clients as asked
+    (`clients`; None: any) left truth.
     """
     folder = _folder(root, id)
     files = sorted(folder.glob("client-*.safetensors"), key=by_number)

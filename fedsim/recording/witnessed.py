@@ -47,6 +47,7 @@ class Witnessed(BaseModel):
     sizes: list[Annotated[int, Field(ge=1)]]
     """Number of images of each step, in order; an image that comes again counts again."""
     optimizer: str | None
+    """Name of the optimizer's class; None if nothing was stepped."""
     settings: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
     training_mode: bool
     rates: list[Annotated[float, Field(allow_inf_nan=False)]] = []

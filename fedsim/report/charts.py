@@ -34,7 +34,10 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One defense in a chart, as `dots`, joined by a `line`, or by `steps` (across, then up)."""
+    """One defense in a chart, as `dots`, joined by a `line`, or by `steps` (across, then up).
+
+    `label` stands beside the last point; `hollow` dots are rings.
+    """
 
     color: int
     """Number of the color: 0 for the undefended stack. Those beyond the last color share one."""
@@ -43,8 +46,8 @@ class Series:
     shape: Literal["dots", "line", "steps"] = "dots"
     label: str = ""
     bars: Sequence[tuple[Span | None, Span | None]] = ()
-    """(horizontal, vertical) interval of each point, each (low, high); empty if no point has
-    any."""
+    """(horizontal, vertical) interval of each point, each (low, high) or None; empty if no point
+    has any."""
     hollow: bool = False
     rings: Sequence[Point] = ()
     """Further points, each as a ring."""
@@ -86,7 +89,10 @@ class Axis:
 def chart(
     series: Sequence[Series], *, across: Axis, up: Axis, description: str, diagonal: bool = False
 ) -> Markup:
-    """Returns a chart as SVG; with `diagonal` a dashed line marks equal values, else zero."""
+    """Returns a chart as SVG, with `description` for those who cannot see it.
+
+    A dashed line marks equal values if `diagonal`, else zero of the vertical axis.
+    """
     points = [point for one in series for point in (*one.points, *one.rings)]
     bars = [bar for one in series for bar in one.bars]
     xs = [x for x, _ in points] + [end for bar, _ in bars for end in bar or ()]
@@ -191,12 +197,14 @@ _TEXTS = read_texts()["charts"]
 
 @dataclass(frozen=True)
 class ChartGroup:
-    """Charts below one heading: (caption, SVG) each; the legend has (defense, its color)."""
+    """Charts below one heading, `title`, with an explaining text, `note`."""
 
     title: str
     note: str
     charts: list[tuple[str, Markup]]
+    """(caption, SVG)."""
     legend: list[tuple[str, int]]
+    """(defense, number of its color)."""
 
 
 def draw_charts(
@@ -206,7 +214,11 @@ def draw_charts(
     colors: Mapping[str, int],
     confidence: float,
 ) -> list[ChartGroup]:
-    """Returns the charts of one comparison that have something to show, in `colors` of defenses."""
+    """Returns the charts of one comparison that have something to show.
+
+    `rows` are of the comparison, `runs` those that they are from, and `verdicts` one for each
+    defense. `colors` maps a defense to the number of its color; intervals hold at `confidence`.
+    """
     figures = [
         _leakage(rows, verdicts, colors, confidence),
         _membership(accused(rows, runs, colors)),

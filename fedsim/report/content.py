@@ -67,6 +67,7 @@ class MatrixCell:
     row: LeaderboardRow
     tint: Tint
     plate: Plate | None
+    """None without pictures, or without room for them."""
     detailed: bool
     """Whether the page has room for its details."""
 
@@ -114,7 +115,7 @@ class MatrixCell:
 
 @dataclass(frozen=True, kw_only=True)
 class DefenseLine:
-    """A defense of a comparison: its verdict, and the attacks of each column."""
+    """A defense of a comparison, of a `number` from 1: its verdict, and each column's attacks."""
 
     number: int
     verdict: Verdict
@@ -149,9 +150,11 @@ class ComparisonSection:
     """Batch size and round in words, each where all columns share it; else empty."""
     defenses: list[DefenseLine]
     threats: list[tuple[str, str]]
+    """(verb, words) of `fedsim.report.threat.threat_model`."""
     warnings: list[str]
     figures: list[ChartGroup]
     population: str
+    """What the intervals are of, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,7 +202,10 @@ def list_tried(rows: Sequence[ResultRow]) -> list[tuple[str, str, int, int]]:
 def list_untried(
     rows: Sequence[ResultRow], runs: Sequence[StoredRun] = ()
 ) -> list[tuple[str, str, str]]:
-    """Returns (name, summary, reason) of each installed attack that has no row in `rows`."""
+    """Returns (name, summary, reason) of each installed attack that has no row in `rows`.
+
+    `runs` tell which attacks are still to come.
+    """
     names = {row.attack.name for row in rows}
     due = {
         entry.get("name")
@@ -314,7 +317,10 @@ _RECORDED = (".json", ".safetensors")
 
 
 def list_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, str]]:
-    """Returns (title, shell command that repeats it) for each run whose `scenario.yaml` is kept."""
+    """Returns (title, shell command that repeats it) for each run whose `scenario.yaml` is kept.
+
+    Paths in it start from the parent of `root`, below which the runs were read.
+    """
     commands: list[tuple[str, str]] = []
     here = root.resolve()
     for run in runs:
@@ -347,7 +353,7 @@ def hashes(run: StoredRun) -> list[tuple[str, str]]:
 
 
 def check_command(name: str) -> str:
-    """Returns the shell command that prints the digest of the recordings of the run `name`."""
+    """Returns the shell command that prints the digest of recordings in the run's folder `name`."""
     return (
         f"cd {shlex.quote(name)} && find observations -name '*.json' -o -name '*.safetensors' | "
         "LC_ALL=C sort | xargs -d '\\n' sha256sum | sha256sum"

@@ -281,8 +281,9 @@ _SEED = "seed"
 class UtilityRow:
     """Describes one defense after its last round, over runs that differ in their seed alone.
 
-    Terms of the claim are those of the largest ε. Summaries are None where no run measured the
-    value.
+    Terms of the claim are those of the largest ε: `reason` says why it is inf, and `covers` which
+    releases it is of. `problem` says why the model cannot show what the defense costs. `variant` is
+    empty without a sweep. Other fields are None where no run has the value.
     """
 
     variant: str

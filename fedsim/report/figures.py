@@ -16,7 +16,7 @@ from fedsim.words import describe_value
 
 @cache
 def read_texts() -> dict[str, Any]:
-    """Returns every sentence that outputs print, by the sections of `texts.yaml`; read alone."""
+    """Returns every sentence that outputs print, by section of `texts.yaml`; not to be changed."""
     text = paths.text(Path(__file__).with_name("texts.yaml"), paths.TEXT)
     sections: dict[str, Any] = yaml.safe_load(text)
     return sections
@@ -61,7 +61,7 @@ def format_percent(value: float | None) -> str:
 def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
     """Formats an accuracy as `91% (83–96)`, with `!` if no better than chance.
 
-    Without an interval (`accuracy`) the text is `share` alone, or a dash for None.
+    Without an interval (`accuracy`) the text is `share`, in [0, 1], alone, or a dash for None.
     """
     if accuracy is None:
         return format_percent(share)

@@ -145,7 +145,10 @@ def terms() -> Mapping[str, Term]:
 def terms_of(
     rows: Sequence[LeaderboardRow], *, invalid: bool = False, unscored: bool = False
 ) -> list[Term]:
-    """Returns the terms that a page about `rows` uses, in the order of the table."""
+    """Returns the terms that a page about `rows` uses, in the order of the table.
+
+    `invalid` says whether a comparison has no answer, and `unscored` whether truths are missing.
+    """
     used = {
         "audit": any(row.audited_epsilon is not None for row in rows),
         "server": any(row.server != "honest" for row in rows),

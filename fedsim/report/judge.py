@@ -1,4 +1,7 @@
-"""Judges what follows from the attacks of a comparison; `fedsim.report.messages` words it."""
+"""Judges what follows from the attacks of a comparison; `fedsim.report.messages` words it.
+
+Where a function takes a `row` and `rows`, these are all rows that the `row` was chosen among.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,8 @@ class Failure:
 class Control:
     """Says whether the attacks work on a comparison's undefended stack.
 
-    An attack that fails without a defense says nothing about defenses.
+    An attack that fails without a defense says nothing about defenses. Fields are None without an
+    attack to judge; docs/formats-leaderboard.md says more of them.
     """
 
     comparison: Comparison
@@ -103,8 +107,8 @@ class Control:
     """The undefended row that decides; None if none of them has what would."""
     metric: str | None = None
     value: float | None = None
-    """What the attack reached: its gain over guessing by the main target's `metric`; else the mean
-    of it."""
+    """What the attack reached: its gain over guessing if `metric` is the main target's, else the
+    mean of `metric`."""
     required: float | None = None
     due: float | None = None
     """The part of `value` that is due to the update, dB, where that alone falls short of
@@ -172,8 +176,8 @@ class Verdict:
     stack: str
     undefended: bool
     level: Level
-    """That of `level_of`, `invalid` where the control did not pass, or the part of another target
-    that leaks."""
+    """How badly the defense leaks: as `level_of` says, `invalid` where the control did not pass, or
+    the part of another target that leaks."""
     finding: Finding
     besides: tuple[Leaking, ...]
     strongest: LeaderboardRow
@@ -951,7 +955,7 @@ def _why_untested(
 
 
 def attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
-    """Returns a key of what was tried, (attack, round, batch size); None for the size of a sum."""
+    """Returns a key of what was tried, (attack, round, batch size), the last None if `summed`."""
     attack = json.dumps(json.loads(row.cell)["attack"], sort_keys=True)
     return attack, row.round, None if summed else row.batch_size
 

@@ -67,7 +67,8 @@ def own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | Non
 def due_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
     """Returns the part of each row's gain that counts: its own, where a control can tell that.
 
-    Where any control is another batch of the same client, which is none, the whole gain counts.
+    Another batch of the same client is no such control: where any row has one, the whole gain of
+    each row counts. The result is None where that of `gains` is.
     """
     if any(row.control and row.control.of == "batch" and row.other_update for row in rows):
         return None if (whole := gains(rows, name)) is None else [*whole]
@@ -79,7 +80,7 @@ def image_gains(row: ResultRow) -> list[tuple[float, float]]:
 
     The gain is the lesser of those over the image's own guess and over the same image drawn from
     another update. Where rows do not say these per image, it is the PSNR less the trial's mean
-    guess and less `WITHIN`.
+    guess and less `WITHIN`, if the trial's mean exceeds guess and control; else there are none.
     """
     values = (row.per_image or {}).get("psnr", [])
     guess, other = value_of(row.baseline, "psnr"), value_of(row.other_update, "psnr")
@@ -493,7 +494,10 @@ def _worst(rows: list[ResultRow], name: str, values: list[float] | None) -> floa
 def accuracy_of(
     evaluated: Sequence[UtilityOf | RoundRow], *, confidence: float = 0.95
 ) -> Accuracy | None:
-    """Returns the mean accuracy over runs, with the interval of the smallest test set."""
+    """Returns the mean accuracy over runs, with the interval of the smallest test set.
+
+    The result is None if nothing was tested, or a run does not say what it was tested on.
+    """
     measured = [u for u in evaluated if u.test_accuracy is not None]
     sizes = [
         (u.test_examples, u.test_chance) for u in measured if u.test_examples and u.test_chance

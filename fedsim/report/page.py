@@ -50,7 +50,10 @@ def write_page(folders: Iterable[Path | str], path: Path | str) -> Path:
 
 
 def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
-    """Returns the page of `content`; a `live` page asks its server for newer figures."""
+    """Returns the page of `content`; a `live` page asks its server for newer figures.
+
+    `problem` says why newer figures cannot be read; empty if they can.
+    """
     script = _text("page.js")
     return render(
         "page.html.j2",

@@ -118,7 +118,10 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Plate:
-    """Shows one trial of an attack on a defense; without `pairs` if the pictures cannot be read."""
+    """Shows one trial of an attack on a defense, with `hidden` further images that are not shown.
+
+    There are no `pairs` if the pictures cannot be read; `problem` then says why.
+    """
 
     pairs: list[Pair]
     hidden: int = 0
@@ -278,7 +281,7 @@ class Recovery:
     psnr: float
 
     def is_of(self, victim: Recovery) -> bool:
-        """Whether both are of the same image in the same round, and of no two known clients."""
+        """Whether both are of one image in one round, and not known to be of two clients."""
         other_client = min(self.client, victim.client) >= 0 and self.client != victim.client
         same_round = self.round == victim.round and not other_client
         return same_round and torch.equal(self.truth, victim.truth)

@@ -49,7 +49,7 @@ class Likeness:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificates:
-    """What an attack said that it knows of its answers, in images of all its trials."""
+    """What an attack said that it knows of its answers, in images of all trials; None: not said."""
 
     images: int
     determined: int | None
@@ -227,11 +227,11 @@ class LeaderboardRow:
         return self.no_control is None and self.control != "batch"
 
     def above_other(self, name: str) -> Summary | None:
-        """Returns the gain over the attack's answer to another update, by a metric that ranks."""
+        """Returns the gain in ranking metric `name` over the attack's answer to another update."""
         return self.over_others.get(name) if name in ranking_targets() else None
 
     def above_guess(self, name: str) -> Summary | None:
-        """Returns the gain over the guess, trial by trial, by a metric that ranks not by means."""
+        """Returns the gain in metric `name` over the guess; None where only means are compared."""
         target = ranking_targets().get(name)
         return self.gains.get(name) if target and target.ranks_by != "mean" else None
 
@@ -394,7 +394,9 @@ class Measured:
     above_other: str
     """Gain over the same attack's answer to another update; a dash without that control."""
     worst: str
+    """Value of the trial or image that leaked most."""
     limit: str
+    """The most that the privacy claim allows."""
 
     @property
     def heading(self) -> str:

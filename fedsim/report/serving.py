@@ -107,13 +107,9 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folders: Sequence[Path], host: str, port: int, token: str | None) -> None:
-        """Listens at once; `serve_forever` answers.
+        """Listens at once; `serve_forever` answers. Arguments are those of `serve`.
 
-        Args:
-            folders: Folders of runs, or that hold folders of runs; they may be empty yet.
-            host: Name or address to listen on.
-            port: 0 for any free one.
-            token: What a request must have, as `/?token=...`; None only on the loopback interface.
+        `token` is what a request must have, as `/?token=...`; None only on the loopback interface.
 
         Raises:
             FedsimError: a folder is missing, or the host is open to others and there is no token.

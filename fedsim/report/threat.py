@@ -128,7 +128,11 @@ def unknown_grants(threat: ThreatModel) -> list[str]:
 
 
 def describe_attacker(threat: ThreatModel, vantage: str, *, masked: bool) -> str:
-    """Names who attacks, with all that the threat model adds; `masked`: a part of a secure sum."""
+    """Names who attacks, with all that the threat model adds to what this attacker has.
+
+    Any `vantage` but `client` and `eavesdropper` is a server's. `masked` says whether it sees a
+    client's part of a secure sum.
+    """
     done = _DONE[threat.server]
     if vantage in ("client", "eavesdropper"):
         apart = f", where a malicious server {done}" if done else ""

@@ -269,7 +269,7 @@ class Plan(BaseModel):
         resumable: bool = True,
         origin: str = "",
     ) -> Plan:
-        """Returns the plan of a run that makes each of `jobs`, each with its observation."""
+        """Returns the plan of a run of `rounds`, of all stacks, that makes each of `jobs`."""
         every = [
             (
                 seen.id.partition("/")[0],

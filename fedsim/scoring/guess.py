@@ -207,7 +207,7 @@ def _likeliest(labels: Tensor, count: int) -> Tensor:
 
 
 def mean_image(images: Tensor) -> Tensor:
-    """Returns the mean image or row, in [0, 1], of uint8 images or entries in [0, 1]."""
+    """Returns the mean image (C, H, W) or row (D,), in [0, 1], of uint8 or of values in [0, 1]."""
     if not len(images):
         raise ScoringError("the zero-information guess needs a public image")
     total = torch.zeros(images.shape[1:], dtype=torch.float64)

@@ -116,7 +116,7 @@ def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
 
 
 def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
-    """Returns a row's `baseline`: scores of one with the attack's grants who saw no update."""
+    """Returns a row's `baseline`: scores of the guess, with the attack's grants and no update."""
     guesses = [target.guess(request, aids) for target in targets().values()]
     made = [guess for guess in guesses if guess is not None]
     fields: dict[str, Any] = {"name": None, **NOT_LEARNED, "per_image": {}, **no_metrics()}

@@ -147,7 +147,7 @@ def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary |
 
 
 def rank_area(inside: ArrayLike, outside: ArrayLike) -> float:
-    """Returns the area under the ROC curve: the chance that one inside is above one outside."""
+    """Returns the chance that one of `inside` is above one of `outside`; ties count half."""
     members, others = np.asarray(inside, np.float64), np.sort(np.asarray(outside, np.float64))
     # Mann and Whitney's statistic: how many of the others lie below each, and how many tie.
     below, upto = (np.searchsorted(others, members, side=side) for side in ("left", "right"))
@@ -155,7 +155,7 @@ def rank_area(inside: ArrayLike, outside: ArrayLike) -> float:
 
 
 def area_deviation(inside: int, outside: int) -> float:
-    """Returns the deviation of `rank_area` by chance alone (Mann and Whitney, 1947)."""
+    """Returns the deviation of `rank_area` of so many scores by chance (Mann and Whitney, 1947)."""
     return math.sqrt((inside + outside + 1) / (12 * inside * outside))
 
 
@@ -201,7 +201,10 @@ class Accuracy:
 
 @cache  # of all attacks on one defense it is the same
 def accuracy(share: float, examples: int, chance: float, *, confidence: float = 0.95) -> Accuracy:
-    """Returns an accuracy of at least one example, with Wilson's interval (JASA 22, 1927)."""
+    """Returns a `share`, in [0, 1], of `examples` with Wilson's interval (JASA 22, 1927).
+
+    `chance` is the share of the test set's most frequent class.
+    """
     from scipy.special import ndtri
 
     # Wilson's interval keeps its level where the normal one fails: near 0, near 1 and for few
@@ -222,7 +225,10 @@ def accuracy(share: float, examples: int, chance: float, *, confidence: float = 
 def learning_problem(
     accuracy: Accuracy, test_loss: float | None, *, trains: bool = True
 ) -> str | None:
-    """Returns why a model of this `accuracy` cannot show what a defense costs, or None."""
+    """Returns why a model of this `accuracy` cannot show what a defense costs, or None.
+
+    `test_loss` is in nats, None if not finite. `trains` is false of releases in closed form.
+    """
     if not accuracy.is_chance:
         return None
     if not trains:

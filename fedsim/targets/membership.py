@@ -72,7 +72,7 @@ def membership_tpr(
 
 
 def accused_others(others: int, false_positives: float) -> int:
-    """Returns k: the k-th highest score of so many others is the threshold; 0 for none."""
+    """Returns k: the k-th highest score of `others` non-members is the threshold; 0 for none."""
     # The slack keeps products whole that rounding takes to just below.
     return math.floor(false_positives * (others + 1) + 1e-9)
 

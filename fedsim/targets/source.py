@@ -49,7 +49,10 @@ def class_rule_accuracy(labels: Tensor, source: Tensor, held: Tensor) -> float:
 
 
 def chance_accuracy(scores: Tensor, source: Tensor, labels: Tensor, held: Tensor) -> float:
-    """Returns the accuracy of whoever knows no more of a record than its class."""
+    """Returns the accuracy of whoever knows no more of a record than its class.
+
+    `scores` (N, K) are the answers; other arguments are those of `class_rule_accuracy`.
+    """
     # The largest, since a chance that is too low would call luck a leak.
     shuffled = shuffle_accuracies(name_clients(scores), labels, source)
     return max(

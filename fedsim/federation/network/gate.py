@@ -53,11 +53,7 @@ _LINGER_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class GateSettings:
-    """Settings of a gate; `certificate` and `key` are PEM files by which nodes know it.
-
-    `body_limit` is the maximum size of a request's body in bytes, and `connections` the maximum
-    number of connections at once.
-    """
+    """Settings of a gate; `certificate` and `key` are PEM files by which nodes know it."""
 
     superlink: str
     """Address of the SuperLink, HOST:PORT; its certificate must name this host."""
@@ -66,7 +62,9 @@ class GateSettings:
     roots: Path
     """Certificate of the authority that vouches for the SuperLink."""
     body_limit: int = BODY_LIMIT
+    """Maximum size of a request's body in bytes."""
     connections: int = CONNECTIONS
+    """Maximum number of connections at once."""
 
 
 class Gate:

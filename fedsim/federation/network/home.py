@@ -61,10 +61,7 @@ def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data:
 
 
 def make_private(home: Path) -> None:
-    """Makes the folder `home`; if it is there, takes away other users' access to it.
-
-    A folder with what no node has written is left open, and refused with a `FedsimError`.
-    """
+    """Makes the folder `home` private; refuses an open one with what no node has written."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not home.stat().st_mode & 0o077:
         return

@@ -69,11 +69,7 @@ def check(address: str, roots: Path | None) -> None:
 
 
 def clock_error(address: str, roots: Path | None) -> str:
-    """Returns a text that says how far this machine's clock is off the server's at `address`.
-
-    The text is empty if the clock is close enough, or the server tells no time. `roots` is as for
-    `check`.
-    """
+    """Returns a text on how far this machine's clock is off the server's; empty if close enough."""
     host, port = addresses.split(address)
     try:
         with ExitStack() as stack:

@@ -49,10 +49,7 @@ T = TypeVar("T")
 
 
 class Side:
-    """One of the two connections of an exchange.
-
-    `role` is `h11.SERVER` towards a client of the gate, and `h11.CLIENT` towards the SuperLink.
-    """
+    """One of the two connections of an exchange; `role` is what this process is on it."""
 
     def __init__(
         self,

@@ -107,10 +107,7 @@ def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
 
 
 def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring, bytes]:
-    """Returns the masked vector (`length`,) in an answer, and its sender's signature.
-
-    Each number has `ring_bits` bits, 32 or 64.
-    """
+    """Returns the masked vector (`length`,) in an answer, and its sender's signature."""
     if set(content) != {wire.ARRAYS, wire.CONFIG}:
         raise wire.MalformedError("the answer is no masked vector")
     dtype = torch.int32 if ring_bits == 32 else torch.int64

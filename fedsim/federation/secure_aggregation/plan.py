@@ -291,10 +291,7 @@ def parts(server: Server, round: int) -> list[Probe | None]:
 
 
 def terms(server: Server, round: int, run: str = "") -> Terms:
-    """Returns the terms of the sum of `round`; fewer than two clients are a `FedsimError`.
-
-    `run` is the run's name if nodes draw secrets of their own; else empty.
-    """
+    """Returns the terms of the sum of `round`; `run` is the run's name if nodes draw secrets."""
     participants = server.plan(round).participants
     agreed = server.sum_terms(None)
     # All that decides what clients add: shown another scenario, a client is in another session.

@@ -139,10 +139,7 @@ def commit(seed: bytes, session: bytes) -> bytes:
 
 
 def add_mask(vector: Ring, key: bytes, sign: int) -> None:
-    """Adds the key stream of `key` to `vector` in place, or takes it off if `sign` is -1.
-
-    A key must mask one vector only.
-    """
+    """Adds the stream of `key`, which masks nothing else, to `vector`; `sign` -1 takes it off."""
     # A counter that begins at 0 is safe, as no key masks a second vector.
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     # `update_into` demands room for one block of AES, less a byte, beyond the data.
