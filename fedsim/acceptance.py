@@ -145,7 +145,7 @@ def validate(
 def open_scenario(
     scenario: str | Path | Mapping[str, Any] | Scenario, overrides: Sequence[str]
 ) -> Document | Mapping[str, Any] | Scenario:
-    """Returns the document of a file with `overrides` of its keys; other scenarios have none."""
+    """Returns the document of a file with `overrides` of its keys, or another scenario as it is."""
     if isinstance(scenario, str | Path):
         return open_document(scenario, overrides)
     if overrides:

@@ -329,7 +329,7 @@ def simulate_training(
     mode: Mode,
     rule: StepRule | None = None,
 ) -> LocalTraining:
-    """Returns the local training that attacks simulate: one epoch of the weight of all.
+    """Returns the local training that attacks simulate: epochs become one of their weight.
 
     `steps` are all steps of a client of so many `examples`, and `per_epoch` those of an epoch.
     """

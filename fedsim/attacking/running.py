@@ -86,7 +86,7 @@ class Workers:
             self._aids = setting.aids
 
     def attack(self, index: int, questions: bytes) -> Future[bytes]:
-        """Sends packed `questions`; progress has their `index`. The future has answers."""
+        """Sends packed `questions`, with progress under `index`; the future has packed answers."""
         assert self._attackers is not None
         with delay_interrupts():
             return self._attackers.submit(answer_packed, index, questions)

@@ -42,7 +42,8 @@ def of_trial(
     """Returns `batch_size` of `indices` for one `step` of a trial; None if too few are left.
 
     No other trial and no other step draws the same examples, and the first step's do not depend on
-    how many there are. `rng` is seeded alike in each trial and step, so that the order stays.
+    how many there are. Both count from 0. `rng` is seeded alike in each trial and step, so that the
+    order stays.
     """
     # Steps are the outer order: in step 0 the slice starts at trial * batch_size, whatever `trials`
     # is.

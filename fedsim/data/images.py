@@ -65,7 +65,7 @@ def split_by_content(
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns (means, deviations of at least 1/255) of channels of (N, C, H, W) uint8 in [0, 1]."""
+    """Returns (means, deviations >= 1/255), in [0, 1], of the channels of (N, C, H, W) uint8."""
     levels = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
     for channel in range(images.shape[1]):

@@ -137,7 +137,7 @@ class LocalGrid(Grid):
 
 
 def train(job: client_app.FederationJob, server: Server, on_round: server_app.OnRound) -> None:
-    """Trains the remaining rounds of `job` here; without data in `server` it builds its own."""
+    """Trains the remaining rounds of `job` here; builds a `Workload` unless `server` is one."""
     workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario
     run_server(

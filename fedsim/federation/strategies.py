@@ -115,7 +115,7 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
 
 
 def rounds_within_budget(strategy: Strategy, most: int) -> int:
-    """Returns after how many of `most` rounds the strategy's accountant, if any, stops training."""
+    """Returns after how many rounds the strategy's accountant stops training, or else `most`."""
     accountant = getattr(strategy, "accountant", None)
     if accountant is None:
         return most

@@ -73,7 +73,7 @@ def tap(
     """Records what the server of a Flower app sees, below `out`; returns what to use instead.
 
     A grid is wrapped in another grid. A strategy is changed and returned: from now on its `start`
-    taps the grid that it is handed.
+    taps the grid that it is handed. A FedsimError refuses any other target, and wrong values.
 
     Args:
         target: The grid or the strategy of a ServerApp.

@@ -102,7 +102,7 @@ class Forecast:
         }[self.attackable]
 
     def as_row(self) -> dict[str, Any]:
-        """Returns its fields and its `Estimate`'s, whose `gain` is `matching_gain`, for JSON."""
+        """Returns all fields, and the `Estimate`'s (`gain` as `matching_gain`), for JSON."""
         return {
             "stack": self.stack,
             "rounds": list(self.rounds),

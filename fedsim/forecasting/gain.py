@@ -134,7 +134,7 @@ def disturbance(
 
 
 def noise_std(noise: tuple[Noise, ...], training: LocalTraining, clients: int) -> float:
-    """Returns the deviation of all `noise` in an entry of the mean update of so many `clients`.
+    """Returns the standard deviation of all `noise` in an entry of `clients` clients' mean update.
 
     `training` is a client's, with what the stack's training defenses changed.
     """
@@ -218,7 +218,7 @@ class UpdateMap:
         self.names = tuple(self._parameters)
 
     def tensors(self, images: Tensor, labels: Tensor, *, differentiable: bool = False) -> Tensors:
-        """Returns the clients' mean update by name; each has as many `images`, in turn."""
+        """Returns the clients' mean update by name; each holds as many consecutive `images`."""
 
         def direction(parameters: Tensors, x: Tensor, y: Tensor) -> Tensors:
             found = gradient(self._loss, parameters, x, y, create_graph=differentiable)
@@ -333,7 +333,7 @@ class Estimate:
     unfinished: float | None
     """Share of the squared error that is left, 0 to 1; None where descents stall at the guess."""
     ceiling: float | None
-    """dB that noise leaves an attack without a descent; None where noise is not all, or nothing."""
+    """dB that noise leaves an attack without a descent; None unless noise is all that is added."""
     closed_form: bool
     """Whether an attack reads the images off without a search (`reads_in_closed_form`)."""
     images: int

@@ -51,7 +51,7 @@ def _cells(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def made_of_public(members: Sequence[Row], root: Path) -> Path | None:
-    """Returns the file of a cell's reconstruction of public images, if any, by the cell's rows."""
+    """Returns the file of a reconstruction of public images for `members`, the rows of a cell."""
     for row in members:
         path = reconstruction_path(folder_of(root), row["attack"]["label"], row["observation"])
         if path.exists():

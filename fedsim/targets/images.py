@@ -232,7 +232,7 @@ class Images(Target):
 
 
 class RankedImages(Images):
-    """Ranks attacks on images by a metric of its own, in `metrics`, before their pixels do."""
+    """Ranks attacks on images by `metrics` that a subclass states, with `part` and `leaks`."""
 
     order: ClassVar[float] = -1.0
     payloads: ClassVar[tuple[Payload, ...]] = ()

@@ -88,7 +88,7 @@ def local_step(
 ) -> LocalStep:
     """Returns a step of softmax regression, whose features are the flattened images.
 
-    `loss` need not be that of the model, and `gradient` is the direction so far.
+    `loss` need not be that of the model; `gradient` is the direction so far. `shape` is (C, H, W).
     """
     spec = example_spec(shape, classes, hidden=[])
     model = build(spec, seed=0)
@@ -404,7 +404,7 @@ def make_kernel_release(
     num_clients: int = 1,
     seed: int = 0,
 ) -> tuple[Observation, RowTruth]:
-    """Returns what a server sees of a kernel regression of uint8 images, and the truth.
+    """Returns what a server sees of a kernel regression of uint8 (N, C, H, W), and the truth.
 
     `members` (N,) bool says whether each image takes part; `parameters` are of learner ntk.
     """

@@ -185,10 +185,9 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> l
     """Writes a folder of keys for each party, and returns the folders.
 
     The parties are a SuperLink, its gate, `nodes` nodes and a runner, in this order. Their folders
-    in `folder` may exist, as mounted volumes do. `hosts` are names and
-    addresses at which the SuperLink and the gate are reached, and `days` the time after which
-    certificates end. If a host is invalid, a file exists, or others may write into a folder,
-    nothing is written.
+    in `folder` may exist, as mounted volumes do. `hosts` are names and addresses at which the
+    SuperLink and the gate are reached, and `days` the time after which certificates end. If a host
+    is invalid, a file exists, or others may write into a folder, nothing is written.
     """
     if not hosts:
         raise FedsimError("--host: name the SuperLink's and the gate's hosts, as nodes reach them")
