@@ -40,6 +40,11 @@ def test_an_honest_mechanism_holds_and_one_with_half_the_noise_is_caught(
     assert not lying.holds
 
 
+def test_a_gaussian_with_a_fifth_less_noise_is_caught() -> None:
+    keys = {"sensitivity": 1.0, "sigma": 1.0, "sabotage": 0.8}
+    assert not audit("gaussian", keys, delta=1e-5).holds
+
+
 @pytest.mark.parametrize(
     ("mechanism", "keys"),
     [

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import fedsim
 from fedsim.audit import bounds, check, two_worlds
+from fedsim.contracts.defense import NoisyAggregation, ServerRound
+from fedsim.contracts.stack import Stack
 from fedsim.privacy.composition import correlated
 from fedsim.results import rows
 from fedsim.scenario import Scenario
@@ -18,7 +22,7 @@ from fedsim.scenario.model import Audit
 from fedsim.scenario.resolve import resolve
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
-from fedsim.types import FedsimError
+from fedsim.types import FedsimError, Tensors, Update
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
@@ -68,6 +72,19 @@ def test_a_clients_claim_is_approached_and_not_exceeded(stack: str, found: float
 
 
 @pytest.mark.slow
+def test_an_examples_claim_is_approached_and_not_exceeded() -> None:
+    """Of one batch of everything: two gradients of one image differ by about 1.5 of the 2 C."""
+    once = {"rounds": 1, "local": {"batch_size": 35, "lr": 0.2}}
+    audited = workload("example", training=once, audit={"canaries": 500, "confidence": 0.99})
+    assert min(map(len, audited.parts)) == 35
+    claim = rows.spent(audited, 1)
+    bound = audited_epsilon(audited)
+    assert (claim.unit, claim.accountant) == ("example", "exact Gaussian")
+    assert bound is not None
+    assert 0.35 * claim.epsilon < bound <= claim.epsilon
+
+
+@pytest.mark.slow
 def test_the_sign_of_weight_differences_is_the_gradients() -> None:
     """Under fedavg the update points against the gradient: missed, nothing would be found."""
     local = {"batch_size": 35, "lr": 0.2, "steps": 2}
@@ -91,6 +108,28 @@ def test_an_example_that_is_there_or_not_is_found_where_batches_are_drawn_indepe
     assert (claim.unit, claim.relation) == ("example", "zero_out")
     assert bound is not None
     assert 0.15 * claim.epsilon < bound <= claim.epsilon
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("less", [0.8, 1.0])
+def test_a_fifth_less_noise_than_claimed_is_caught(
+    less: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audited = workload(
+        "client", training={"rounds": 1, "local": {"batch_size": 35}}, audit={"canaries": 4000}
+    )
+    claim = rows.spent(audited, 1)
+    honest = Stack.apply
+
+    def lying(
+        stack: Stack, update: Tensors, state: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        return honest(stack, update, {k: less * v for k, v in state.items()}, rng)
+
+    monkeypatch.setattr(Stack, "apply", lying)
+    bound = audited_epsilon(audited)
+    assert bound is not None
+    assert (bound > claim.epsilon) == (less < 1)
 
 
 def test_bounds_that_are_both_tried_share_what_may_go_wrong() -> None:
@@ -166,3 +205,20 @@ def test_who_is_asked_when_is_that_of_the_run() -> None:
     noise = np.linalg.solve(matrix.T, weights)
     told = float(weights @ chosen) / float(np.linalg.norm(noise))
     assert told == pytest.approx(correlated.reach(present, 0.7))
+
+
+@pytest.mark.slow
+def test_a_server_with_less_noise_than_claimed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    audited = noisy_server()
+    claim = rows.spent(audited, 16)
+    assert isinstance(audited.stack.aggregation, NoisyAggregation)
+    server = type(audited.stack.aggregation)
+    honest: Callable[..., Update] = server.add_noise
+
+    def lying(self: Any, combined: Update, round: ServerRound) -> Update:
+        return honest(self, combined, replace(round, sensitivity=0.6 * round.sensitivity))
+
+    monkeypatch.setattr(server, "add_noise", lying)
+    bound = audited_epsilon(audited)
+    assert bound is not None
+    assert bound > claim.epsilon
