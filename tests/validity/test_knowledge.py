@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fedsim.attacking.knowledge import Public, hand_over, hand_over_rounds
 from fedsim.contracts.grant import Grant, Knowledge
@@ -116,6 +117,18 @@ def test_labels_and_statistics_are_handed_over_only_as_granted(labels: str, bn: 
     assert kept == observation, "nothing else is changed"
 
 
+@pytest.mark.parametrize("features", ["none", "known"])
+def test_features_are_handed_over_only_as_granted(features: str) -> None:
+    head = {"width": 40, "planted": 30}
+    observation, truth = make_observation(
+        *example_batch(3), model="mlp", model_parameters={"hidden": [7], "head": head}
+    )
+    assert truth.features is not None
+    _, knowledge = hand_over(observation, truth, Grant.least(features=features))
+    assert knowledge.grant.features == features
+    assert holds(knowledge, truth.features) == (features == "known")
+
+
 def test_public_images_are_handed_over_only_as_granted() -> None:
     observation, truth = batch_norm()
     public = (example_batch(9)[0][4:] * 255).byte()
@@ -192,6 +205,29 @@ def test_the_mode_is_declared_recorded_and_counts(tmp_path: Path) -> None:
         assert at_truth(replace(observation, training=other), truth) > 1e-2
     gap = (updates["train"] - updates["eval"]).norm() / updates["eval"].norm()
     assert float(gap) > 0.1
+
+
+def test_the_mode_of_a_scenario_reaches_the_client() -> None:
+    updates = []
+    for mode in get_args(Mode):
+        local = {"batch_size": 4, "mode": mode}
+        workload = Workload(
+            resolve({**SCENARIO, "training": {"rounds": 1, "local": local}}), "none"
+        )
+        parameters, buffers = workload.initial()
+        result = workload.client_update(1, 1, parameters, buffers, {})
+        observation = workload.observation(1, 1, result.update, parameters, buffers)
+        assert observation.training.mode == mode
+        model = rebuild(observation).train(mode == "train")
+        scratch = {name: value.clone() for name, value in buffers.items()}
+        weights = {name: value.clone().requires_grad_() for name, value in parameters.items()}
+        images = normalize(result.truth.images, workload.spec)
+        logits = functional_call(model, (weights, scratch), (images,))
+        loss = nn.functional.cross_entropy(logits, result.truth.labels)
+        (expected,) = torch.autograd.grad(loss, [weights["body.0.weight"]])
+        torch.testing.assert_close(observation.update["body.0.weight"], expected)
+        updates.append(expected)
+    assert not torch.allclose(updates[0], updates[1], rtol=0.05)
 
 
 def at_truth(observation: Observation, truth: GroundTruth) -> float:

@@ -120,6 +120,15 @@ def test_failures_count_as_guessing(tmp_path: Path) -> None:
     assert (record["n_ok"], record["n"]) == ("1", "3")
 
 
+def test_a_stack_where_everything_failed_is_shown_as_guessing(tmp_path: Path) -> None:
+    """Rule 11: it neither vanishes from the table nor looks better than guessing."""
+    (row,) = board(tmp_path, [line(None, trial=i, guess=11.0 + i) for i in range(3)])
+    assert (row.n_ok, row.n) == (0, 3)
+    assert mean(row) == pytest.approx(12.0)
+    assert row.gain is not None
+    assert (row.gain.mean, row.gain.max) == (0.0, 0.0)
+
+
 def test_a_failure_without_a_guess_leaves_no_mean_and_counts_as_no_gain(tmp_path: Path) -> None:
     """Rule 11: an update that was lost does not hide what the others leaked."""
     lines = [line(30.0, trial=trial) for trial in range(5)]
@@ -368,6 +377,12 @@ def test_wilsons_interval_is_wilsons() -> None:
     assert found.high == pytest.approx((center + half) / (1 + z * z / n))
 
 
+def test_a_failing_attack_fails_the_control(tmp_path: Path) -> None:
+    """Rules 11 and 15: one lucky trial among failures does not pass the control."""
+    rows = board(tmp_path, [line(20.0), *(line(None, trial=i) for i in range(1, 4))])
+    assert positive_controls(rows)[0].status == "failed"
+
+
 def test_where_only_features_are_attacked_the_best_attack_is_the_control(tmp_path: Path) -> None:
     """Rule 15: by the least span error that any attack leaves of the undefended stack."""
     rows = board(tmp_path, [of_features(0.9, attack="rough"), of_features(0.2, attack="fine")])
@@ -418,6 +433,13 @@ def test_a_small_gain_of_too_few_trials_is_no_leak(tmp_path: Path, trials: int) 
     rows = board(tmp_path, [line(13.0, trial=trial, other=12.5) for trial in range(trials)])
     (verdict,) = judge(rows).verdicts
     assert verdict.level == "unseen"
+
+
+def test_an_attack_that_failed_has_recovered_no_label(tmp_path: Path) -> None:
+    """Rule 11: what counts as the guess is not told as a find."""
+    rows = board(tmp_path, [line(None, trial=trial) for trial in range(3)])
+    (verdict,) = judge(rows).verdicts
+    assert "labels" not in verdict.told
 
 
 def test_features_of_any_update_are_no_leak_and_no_control(tmp_path: Path) -> None:
