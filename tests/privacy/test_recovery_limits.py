@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,19 @@ def test_mean_of_a_score_is_bounded_by_its_levels() -> None:
     assert mean_limit(levels, chances, lambda chance: chance) == 1.0 + 0.5 + 0.5
     assert mean_limit(levels, chances, lambda _: 1.0) == 4.0
     assert mean_limit([-1.0, 1.0], [0.0, 0.0], lambda chance: chance) == -1.0
+
+
+def test_directions_behind_noise_are_no_closer_than_the_limit() -> None:
+    stream = np.random.default_rng(3)
+    for dimension, distance in ((3, 1.0), (64, 6.0)):
+        truth = stream.standard_normal((4000, dimension))
+        truth /= np.linalg.norm(truth, axis=1, keepdims=True)
+        seen = truth + stream.standard_normal(truth.shape) / distance
+        cosine = (seen * truth).sum(1) / np.linalg.norm(seen, axis=1)
+        success = partial(gaussian_success_limit, distance=distance)
+        least = least_direction_error(dimension, success)
+        assert 0 < least < float(np.sqrt(1 - cosine**2).mean())
+        assert least_direction_error(dimension, success, answers=9) < least
 
 
 def test_the_span_of_several_answers_is_no_closer_than_the_limit() -> None:

@@ -6,7 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from dp_accounting import GaussianDpEvent, NeighboringRelation, SampledWithoutReplacementDpEvent
+from dp_accounting import (
+    GaussianDpEvent,
+    NeighboringRelation,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
+from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from slow_cases import slow_but
 
@@ -82,6 +88,15 @@ def test_dp_accounting_agrees_without_replacement() -> None:
     release = SampledWithoutReplacementDpEvent(held, 20, GaussianDpEvent(noise(made) / 2))
     peer.compose(release, 21)
     assert 0.99 * 8 <= peer.get_epsilon(1e-5) <= 8
+
+
+@pytest.mark.slow
+def test_dp_accounting_agrees_by_poisson() -> None:
+    made = scenario(rounds=7, steps=3, sampling="poisson", **OUTSIDE)
+    held = min(Workload(made, "dp").census.held)
+    peer = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    peer.compose(PoissonSampledDpEvent(20 / held, GaussianDpEvent(noise(made))), 21)
+    assert 0.99 * 8 <= peer.get_epsilon(1e-5) <= 8 * 1.001
 
 
 def equal_images(made: Scenario, few: int) -> Dataset:

@@ -61,6 +61,18 @@ def test_f8_is_refuted_by_running_the_algorithm() -> None:
     assert least - math.exp(EPSILON) * most > 10 * 2.1e-4
 
 
+def test_f8_is_right_for_poisson_sampling() -> None:
+    keys = {"steps": 1, "sampling_rate": RATE, "noise_multiplier": SIGMA, "sampling": "poisson"}
+    claimed = CorrelatedCurve.model_validate(keys).delta(EPSILON).delta
+    exact = hockey_stick({0.0: 1 - RATE, 1.0: RATE}, {0.0: 1.0})
+    assert claimed == pytest.approx(exact, rel=0.02)
+    # whatever the others add, it is added to both neighbours
+    shifted = hockey_stick(
+        {-2.0: 0.5 * (1 - RATE), -1.0: 0.5, 0.0: 0.5 * RATE}, {-2.0: 0.5, -1.0: 0.5}
+    )
+    assert shifted <= exact
+
+
 def test_f12_speaks_of_long_runs_only() -> None:
     """η <= 1 needs T q >= 3 log(2 / δ): 36.6 expected participations at δ = 1e-5."""
     with pytest.raises(FedsimError, match=r"36\.6.*exact"):

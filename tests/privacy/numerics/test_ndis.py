@@ -7,7 +7,7 @@ import math
 import mpmath as mp
 import numpy as np
 import pytest
-from ndis_reference import rotated
+from ndis_reference import rotated, two_groups
 
 from fedsim.privacy.mechanisms import normal
 from fedsim.privacy.numerics import gaussian
@@ -46,6 +46,24 @@ def test_three_dimensions_agree_with_the_moments_of_the_matrices(seed: int, epsi
         expected = rotated(log_moment, epsilon, at)
         found = float(np.exp(normal.pair(*pair).log_delta(epsilon)))
         assert abs(found / expected - 1) < 1e-9
+
+
+def test_fifty_dimensions_agree_with_two_groups_in_disguise() -> None:
+    """N(0, I) against a normal whose precision is 1 - a1 once and 1 - a2 else, both mixed up."""
+    a1, a2, b1, epsilon = -0.2, -0.01, 0.7, 0.4
+    stream = np.random.default_rng(5)
+    rotation, _ = np.linalg.qr(stream.normal(size=(50, 50)))
+    mix = stream.normal(size=(50, 50)) / 7 + np.eye(50)
+    precision = 1 - np.array([a1, *[a2] * 49])
+    mean2 = np.zeros(50)
+    mean2[0] = b1 / (1 - a1)  # b = precision of the second times the difference of the means
+    place = mix @ rotation
+    cov2 = place @ np.diag(1 / precision) @ place.T
+    found = normal.pair(np.zeros(50), mix @ mix.T, place @ mean2, cov2).log_delta(epsilon)
+    with mp.workdps(20):
+        c = epsilon + float(np.log(precision).sum()) / 2 - b1**2 / (1 - a1) / 2
+        expected = two_groups(mp.mpf(a1), mp.mpf(a2), mp.mpf(b1), c, 49)
+        assert abs(float(np.exp(found)) / expected - 1) < 1e-9
 
 
 def test_equal_covariances_are_the_gaussian_mechanism() -> None:
