@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.scoring import false_certificates
 from fedsim.types import UNKNOWN, Effect, GroundTruth, Reconstruction
+from fedsim_attacks.classifier_features import _certificates
 from fedsim_attacks.classifier_features._profile import Consistency, Profile
 
 DIMENSION = 24
@@ -126,6 +127,20 @@ def test_short_types_give_no_false_certificate(dtype: torch.dtype, told: bool) -
         assert told or not certified
 
 
+@pytest.mark.parametrize("rate", [1e-6, *map(slow, (1e-4, 1e-2, 1.0))])
+def test_steps_taken_for_one_give_no_false_certificate(rate: float) -> None:
+    """Three steps, whose mean gradient is taken for that of one."""
+    for count in (1, 2, 5):
+        known = stepped = client(count, 3)
+        mean = torch.zeros_like(known.gradient)
+        for _ in range(3):
+            mean += stepped.gradient / 3
+            stepped = replace(stepped, weights=stepped.weights - rate * stepped.gradient)
+        certified, wrong = counted(answer(known, mean), known)
+        assert wrong == 0
+        assert rate < 1e-2 or not certified
+
+
 def two_lengths(classes: int) -> tuple[Client, Client]:
     """Two images without a bias that give one gradient: t (1 - p(t)) has each value twice."""
     direction = F.normalize(torch.ones(DIMENSION), dim=0)
@@ -205,6 +220,32 @@ def test_what_lies_outside_the_row_space_forbids_a_certificate() -> None:
     changed = gradient + 1e-4 * gradient.norm() * torch.outer(left, outside)
     assert counted(answer(known), known)[0] == 4
     assert counted(answer(known, changed), known)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "loosened", "law"),
+    [
+        slow(
+            "is_declared",
+            lambda _: True,
+            test_clipping_leaves_certificates_and_what_is_not_declared_none,
+        ),
+        ("_ROUNDING", 400.0, partial(test_noise_that_nobody_declares_is_noticed, 1e-5)),
+        (
+            "_are_in_all_rivals",
+            lambda *_: True,
+            partial(test_two_images_of_one_gradient_are_not_certified, 10),
+        ),
+        ("_stand_apart", lambda *_: True, test_an_image_that_is_not_there_is_not_certified),
+    ],
+    ids=["declared", "reproduced", "no rival", "apart"],
+)
+def test_each_rule_is_needed(
+    rule: str, loosened: object, law: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_certificates, rule, loosened)
+    with pytest.raises(AssertionError):
+        law()
 
 
 @pytest.mark.parametrize("gap", [slow(6.0), slow(8.0), 15.0, 40.0])

@@ -170,6 +170,21 @@ def test_a_predictor_of_more_rows_than_entries_hides_none_of_them(defense):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parameters", [MODEL, FORM], ids=["model", "form"])
+def test_more_noise_never_tells_more(parameters):
+    """On average over all rows; and it is the mean that is told, better than what was released."""
+    errors, bare = [], []
+    for beta in (1e-3, 1e-2, 3e-2, 1e-1):
+        case = released(parameters, noise(beta))
+        for samples, into in ((40, errors), (0, bare)):
+            found = answer(RowReconstruction(samples=samples), case)
+            into.append(score(found, case[1])["row_error"])
+    assert errors == sorted(errors) and errors[1] > 10 * errors[0]
+    assert all(mean <= 1.01 * row for mean, row in zip(errors, bare, strict=True))
+    assert errors[1] < 0.6 * bare[1] and errors[-1] < 0.3 * bare[-1]
+
+
+@pytest.mark.slow
 def test_through_opaque_noise_only_the_label_is_seen():
     """Without α̃ the answers are a guess and a coin."""
     areas, told = [], []

@@ -1,9 +1,11 @@
 """The generative prior: zero at the truth, exact within the generator's range, and its file."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -121,6 +123,24 @@ def test_a_generator_is_trained_on_the_granted_images_alone():
     assert errors[-1] < 0.8 * float((public - public.mean(0)).square().mean()) < errors[0]
 
 
+@pytest.mark.slow
+def test_trained_on_other_faces_it_beats_the_mean_image(tmp_path):
+    """By decibels, of single faces behind an MLP."""
+    faces = Faces(size=16).load()
+    pixels, path = faces.train_images.float() / 255, tmp_path / "faces.safetensors"
+    generator = fit_generator(faces.test_images.float() / 255, width=16, iterations=150, seed=0)
+    path.write_bytes(pack_generator(generator, "faces"))
+    attack = GenerativePrior(weights=str(path), public="faces", iterations=150)
+    gains = []
+    for i in (5, 40, 120):
+        seen = make_observation(pixels[i : i + 1], faces.train_labels[i : i + 1], model="mlp")
+        seen = hand_over(*seen, Grant(labels="inferred"))
+        drawn = solve(attack, *seen, seed=0).reconstruction.images
+        errors = [(each - pixels[i]).square().mean() for each in (pixels.mean(0), drawn)]
+        gains.append(10 * math.log10(errors[0] / errors[1]))
+    assert median(gains) > 5 and min(gains) > 2
+
+
 def test_it_trains_before_it_searches_where_public_images_are_granted():
     attack = GenerativePrior(training_iterations=2, iterations=4, latent_iterations=2)
     observation, knowledge, _ = of_its_range(2)
@@ -141,6 +161,11 @@ def test_it_trains_before_it_searches_where_public_images_are_granted():
     other = replace(granted, public_images=torch.zeros(20, 3, 32, 32, dtype=torch.uint8))
     with pytest.raises(AttackFailed, match="public images are of 3x32x32, the victim's of 1x16x16"):
         attack.init(observation, other, rng.generator(0, "attack"))
+
+
+def test_a_file_gives_back_its_generator(file):
+    codes = example_codes(2)
+    assert torch.equal(read_generator(file, SHAPE, "public")(codes), example_generator()(codes))
 
 
 def test_files_that_do_not_fit_are_refused(file, tmp_path):

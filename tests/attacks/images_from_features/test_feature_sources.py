@@ -147,3 +147,20 @@ def test_a_network_learns_to_draw_pixels_before_it_goes_on():
     assert float((drawing.draw().detach() - wanted).square().mean()) < 0.8 * before
     tried = attack(prior="unet", width=8, iterations=4, pixels_first=0.5, features_from="none")
     assert solve(tried, observation, Knowledge(), 1).reconstruction.iterations == 4
+
+
+@pytest.mark.slow
+def test_the_network_draws_an_image_well_above_its_guess():
+    """A bright disc before a shaded ground. The guess has its mean color, which no attacker has."""
+    y, x = torch.meshgrid(*[torch.linspace(-1, 1, 16)] * 2, indexing="ij")
+    ground = torch.stack([0.3 + 0.2 * x, 0.4 - 0.2 * y, 0.5 * torch.ones_like(x)])
+    image = torch.where((x - 0.2).square() + y.square() < 0.3, 0.9, ground)[None]
+    observation, _ = make_observation(
+        image, torch.tensor([3]), model="mlp", model_parameters={"hidden": [24]}
+    )
+    drawing = {"prior": "unet", "width": 8, "iterations": 150, "learning_rate": 0.01}
+    drawing |= {"total_variation": 0.001, "pixels_first": 0.3}
+    tried = attack(cosines="weighted_mean", features_from="classifier_fit", **drawing)
+    drawn = solve(tried, observation, Knowledge(), 1).reconstruction.images
+    guess = image.mean((2, 3), keepdim=True)
+    assert (drawn - image).square().mean() < (guess - image).square().mean() / 4, "6 dB"

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from fedsim.contracts.attack import AttackFailed, solve
-from fedsim.contracts.grant import Knowledge
+from fedsim.contracts.grant import Grant, Knowledge
+from fedsim.data.bundled import Photos
 from fedsim.models.base import normalize
+from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import Effect
+from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, WholeGradient
 from fedsim_attacks.images_from_features._heads import recover, signals
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
@@ -47,6 +50,19 @@ def test_the_directions_of_all_tensors_and_features_are_compared():
     step = 1e-2 * pull / pull.norm()
     after, before = (evaluated(elsewhere + sign * step, 1.0).features for sign in (1, -1))
     assert float(after - before) / 2e-2 == pytest.approx(float(pull.norm()), rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_few_iterations_are_nearer_than_twice_as_many_of_inverting_gradients():
+    photos = Photos().load()
+    images = photos.train_images[31:211:60].float() / 255
+    observation, truth = make_observation(images, photos.train_labels[31:211:60], **MODEL)
+    granted = Knowledge(grant=Grant(labels="inferred"))
+    factored, matched = (
+        score(solve(attack, observation, granted, seed=1).reconstruction, truth)["psnr"]
+        for attack in (FactoredInversion(iterations=80), InvertingGradients(iterations=160))
+    )
+    assert factored > matched + 1
 
 
 @pytest.mark.parametrize(
