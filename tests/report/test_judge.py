@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from answer_rows import (
 from fedsim.report import invalid_reasons, leaderboard_rows, load_runs
 from fedsim.report.content import Content
 from fedsim.report.judge import is_leak
+from fedsim.scoring import student_interval
 
 OTHER = {"psnr": 9.0, "label_accuracy": 0.2}
 STEADY = [28.0, 28.1, 28.2, 27.9, 28.3]
@@ -371,6 +373,24 @@ def test_times_are_of_trials_with_recognizable_pictures(tmp_path: Path) -> None:
     assert behind(tmp_path / "mean", trials(LEAKY, ssim=0.9)).times is None
     wide = behind(tmp_path / "wide", trials([15.1, 15.2, 21.5], ssim=0.1))
     assert (wide.finding, wide.leaking and wide.leaking.count) == ("some trials", 3)
+
+
+def test_the_choice_among_attacks_widens_the_interval(tmp_path: Path) -> None:
+    features = changed(trials(FAILS, attack="classifier_fit"), baseline={"psnr": None})
+    features = [row | {"metrics": {"subspace_error": 1.0}} for row in features]
+    lines = [*SAFE, *trials([v - 0.5 for v in FAILS], attack="dlg", privacy=PROVEN), *features]
+    verdict = behind(tmp_path, lines)
+    assert verdict.attacks == 2, "an attack on features alone is none of those"
+    assert verdict.gain and verdict.gain.compared == 2
+    assert (verdict.gain.high or 0) > student_interval([v - 12 for v in FAILS])[1] + 0.01
+
+
+def test_trials_without_a_control_make_no_leak_certain(tmp_path: Path) -> None:
+    rows = trials([30.0, 30.1, 30.2, 29.9, 30.3], ssim=0.9)
+    good = [*controlled(rows[:3], "client", psnr=9.0), *controlled(rows[3:], None)]
+    row = behind(tmp_path, good).strongest
+    assert row.uncontrolled == 2 and row.own_gain is not None and row.own_gain.n == 3
+    assert math.isclose(row.own_gain.max, 18.2)
 
 
 def test_another_batch_confirms_a_leak_and_makes_it_no_less(tmp_path: Path) -> None:

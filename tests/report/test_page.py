@@ -193,12 +193,14 @@ def test_no_name_or_reason_becomes_markup_and_long_ones_are_cut(
         row |= {"scenario": NASTY, "dataset": NASTY, "variant": {NASTY: NASTY}}
         row["model"]["name"] = row["attack"]["label"] = row["vantage"] = NASTY
         row["defense"] = {"name": NASTY + row["defense"]["name"], "stack": [{"name": NASTY}]}
-        row["privacy"] |= {"epsilon": 1.0, "accountant": NASTY, "unit": NASTY, "relation": NASTY}
+        row["privacy"] |= dict.fromkeys(("accountant", "unit", "relation", "reason"), NASTY)
         if row["status"] == "failed":
             row["reason"] = NASTY + "x" * (1 << 20)
 
     folder = edited(run_folder, tmp_path / "run", poison)
-    (folder / "scenario.yaml").write_text(f"name: x\ndescription: {json.dumps(NASTY)}\n")
+    (folder / "scenario.yaml").write_text(
+        f"name: {json.dumps(NASTY)}\ndescription: {json.dumps(NASTY)}\n"
+    )
     (folder / "record.json").write_text(
         json.dumps({"notes": {NASTY: NASTY}, "device": NASTY, "environment": {"commit": NASTY}})
     )
@@ -209,6 +211,8 @@ def test_no_name_or_reason_becomes_markup_and_long_ones_are_cut(
         assert each.html.count("<script") == scripts and "<img src=x" not in each.html
         assert all(not name.startswith("on") for _, a in each.elements for name in a)
         assert not {tag for tag, _ in each.elements} & {"font", "iframe", "form"}
+    targets = [link for name in ("href", "src") for link in dossier.values(name)]
+    assert all(link.startswith(("#", "data:image/png")) for link in targets)
     assert page.text.count("alert(1)") > 20 and "{{7*7}}" in page.text
     assert "x" * 2000 not in page.html and "characters)" in page.text
 
