@@ -235,6 +235,18 @@ def test_probes_are_recorded_and_change_nothing(stack: str, tmp_path: Path) -> N
     assert not same(dict(one.update), dict(other.update))
 
 
+def test_a_failing_probe_costs_a_recording_and_not_an_update(tmp_path: Path) -> None:
+    def fail_probes(client: int, message: Message, honest: Honest) -> Message:
+        is_probe = message.metadata.message_type == "train.probe"
+        return (_raise if is_probe else _honest)(client, message, honest)
+
+    wanted = scenario(observe={"rounds": [1], "clients": [0], "batch_sizes": [1]})
+    records = train_with_fault(wanted, tmp_path, fail_probes)
+    assert [record.probe_failures for record in records] == [1, 0, 0]
+    assert all(record.aggregated == 4 for record in records)
+    assert not any(any(record.failures.values()) for record in records)
+
+
 class Backwards(LocalGrid):
     """Answers come in the opposite order, from nodes listed in the opposite order."""
 
