@@ -267,7 +267,7 @@ def read_server_noise(
     weight w in that mean has the multiplier z / (n w). With adaptive clipping the noisy count of
     clipped updates, which one client moves by 1, is released as well (Andrew et al., Differentially
     Private Learning with Adaptive Clipping, NeurIPS 2021). `delta` counts unless the wrapper's
-    accountant has one.
+    accountant has one, and `mods` are the clients', outermost first; None if unknown.
     """
     if not strategies or not strategies[0].name.startswith((_FIXED, _ADAPTIVE)):
         return None

@@ -137,7 +137,10 @@ def asked_about(
 
 
 def add_all_sources(truth: Truth, root: Path, path: Path, observation: Observation) -> Truth:
-    """Returns `truth` with the records of all clients that the watcher of an observation saw."""
+    """Returns `truth` with the records of all clients that the watcher of `observation` saw.
+
+    `root` is the run's folder, and `path` the observation's JSON file.
+    """
     seen = paths_beside(path, observation)
     ids = [f"{each.parents[1].name}/{each.parent.name}/{each.stem}" for each in seen]
     return add_sources(truth, root, ids)

@@ -34,7 +34,7 @@ def partition(
     class and cut into clients x shards_per_client equal shards, dealt at random (McMahan et al.
     2017). `natural`: the source knows whose each image is. `file`: a CSV file with columns
     `index,client`, or a JSON list of each image's client. What leaves a client less than
-    `min_images` is refused.
+    `min_images` is refused. `config` names one of these, and `seed` decides every draw.
     """
     count = len(dataset.train_labels)
     if clients * min_images > count:

@@ -92,7 +92,7 @@ class Disturbance:
 def disturbance(
     plan: UpdatePlan, observation: Observation, model: Classifier, images: Tensor, labels: Tensor
 ) -> Disturbance:
-    """Returns what the stack does to the update of these images, as `UpdateMap` orders them.
+    """Returns what the stack does to the update of normalized `images`, in `UpdateMap`'s order.
 
     Noise is not drawn where it is all, so that larger noise is never a smaller disturbance.
     """

@@ -232,7 +232,10 @@ class Images(Target):
 
 
 class RankedImages(Images):
-    """Ranks attacks on images by `metrics` that a subclass states, with `part` and `leaks`."""
+    """Ranks attacks on images by a metric of its own, before their pixels do.
+
+    A target that derives from it states `part`, `metrics` and `leaks`.
+    """
 
     order: ClassVar[float] = -1.0
     payloads: ClassVar[tuple[Payload, ...]] = ()
