@@ -117,7 +117,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
     """Step size of Adam; default 0.001 for the U-Net and 0.1 for pixels. The paper states 0.00001,
     which draws next to nothing in 10,000 iterations."""
     decay: Decay = "steps"
-    """Fall of the step size: by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine."""
+    """Fall of the step size: a tenth at 3/8, 5/8 and 7/8 of the iterations, or a cosine."""
     pixels_first: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the iterations in which a pyramid of pixels is descended. The U-Net then learns to
     draw them, and goes on. The paper's starts from random weights."""
