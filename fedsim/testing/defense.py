@@ -585,7 +585,8 @@ def _assert_alike(tensors: Tensors, like: Tensors) -> None:
 
 
 def _every(update: Update) -> dict[str, Tensor]:
-    return {**update.tensors, **update.buffers}
+    parts = {"tensor": update.tensors, "buffer": update.buffers}
+    return {f"{part} {n}": tensor for part, held in parts.items() for n, tensor in held.items()}
 
 
 def _assert_close(a: Update, b: Update) -> None:

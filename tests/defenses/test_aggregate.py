@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fedsim.testing.cases import stream
+from fedsim.testing.defense import AggregationDefenseContract
 from fedsim.types import FedsimError, Update
 from fedsim_defenses.aggregate import Aggregate
 
@@ -75,3 +77,21 @@ def test_only_one_update_is_alive_at_a_time() -> None:
 def test_what_is_refused(updates: list[Update], cause: str) -> None:
     with pytest.raises(FedsimError, match=cause):
         Aggregate().combine(updates)
+
+
+def test_the_suite_tells_buffers_from_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Aggregate.combine
+
+    def mixed(defense: Aggregate, updates: Iterable[Update]) -> Update:
+        mean = honest(defense, updates)
+        return replace(mean, tensors={**mean.tensors, **mean.buffers}, buffers={})
+
+    class Suite(AggregationDefenseContract):
+        def make(self) -> Aggregate:
+            return Aggregate()
+
+    monkeypatch.setattr(Aggregate, "combine", mixed)
+    with pytest.raises(AssertionError):
+        Suite().test_one_update_alone_comes_out_as_it_is()
+    with pytest.raises(AssertionError):
+        Suite().test_names_shapes_types_and_total()
