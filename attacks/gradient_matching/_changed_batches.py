@@ -114,7 +114,7 @@ def undo_view(
                 (slope,) = torch.autograd.grad(misfit.sum(), variable)
             # The variation is a mean over images, and the misfit is a sum.
             slope = slope + _SMOOTHNESS * len(inputs) * total_variation(images)[1]
-            optimizer.step([slope.contiguous()], _VIEW_RATE * half_cosine(step / _VIEW_STEPS))
+            optimizer.step([slope], _VIEW_RATE * half_cosine(step / _VIEW_STEPS))
             images.clamp_(*box)
         # One by one, since the variation of several images is their mean, and each is judged alone.
         varies = torch.stack([total_variation(image[None])[0] for image in images])
@@ -160,7 +160,7 @@ def separate(inputs: Tensor, box: tuple[Tensor, Tensor], rng: torch.Generator) -
             # The determinant is of W^-1. Without it, W = 0 would have the smallest edges.
             objective = sizes + torch.linalg.slogdet(mixing)[1] + _INVALID * invalid
             (slope,) = torch.autograd.grad(objective.sum(), variable)
-        optimizer.step([slope.contiguous()], _MIXTURE_RATE)
+        optimizer.step([slope], _MIXTURE_RATE)
     # A start that diverged must not be the least.
     objective = objective.detach().nan_to_num(torch.inf)
     best: Tensor = apart.detach()[objective.argmin()]

@@ -44,10 +44,15 @@ class Adam:
     @torch.no_grad()
     def step(self, slopes: Sequence[Tensor], step_size: float) -> None:
         """Moves the variables against `slopes`, one gradient each; `step_size` is Adam's rate."""
+        # The kernel walks through memory, and takes the slopes to lie there as the variables do.
+        laid_out = [
+            slope if slope.stride() == each.stride() else torch.empty_like(each).copy_(slope)
+            for each, slope in zip(self.variables, slopes, strict=True)
+        ]
         torch._foreach_add_(self._counts, 1)
         torch._fused_adam_(
             self.variables,
-            list(slopes),
+            laid_out,
             self._means,
             self._squares,
             [],
@@ -63,8 +68,7 @@ class Adam:
 
     def descend(self, drawn: Tensor, slope: Tensor, step_size: float) -> None:
         """Moves the variables that `drawn` is made of against `slope`, the gradient in it."""
-        slopes = torch.autograd.grad(drawn, self.variables, slope)
-        self.step([each.contiguous() for each in slopes], step_size)
+        self.step(torch.autograd.grad(drawn, self.variables, slope), step_size)
 
 
 _COARSEST = 4
@@ -339,7 +343,7 @@ class Drawing:
         if self._pyramid is not None:
             self._pyramid.step(slope, rate)
         elif self._pixels is not None:
-            self._adam.step([slope.contiguous()], rate)
+            self._adam.step([slope], rate)
         else:
             self._adam.descend(drawn, slope, rate)
         if self._pixels is not None:
