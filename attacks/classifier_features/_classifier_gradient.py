@@ -251,24 +251,25 @@ def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:
 
 
 def derive_signals(
-    classifier: ClassifierGradient, features: Tensor
+    classifier: ClassifierGradient, features: Tensor, known: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Derives labels, signals ∂L/∂x (N, d) and clipping's factor from `features` (N, d).
 
-    Labels are (N,), and `features` are in their true lengths. The factor (0-d) is 1 where each
-    image has its own, which is then part of its signal.
+    Labels are (N,), those `known` if any, and `features` are in their true lengths. The factor
+    (0-d) is 1 where each image has its own, which is then part of its signal.
     """
     # A label is the class whose signal in the gradient is farthest below its probability.
     whole = classifier.with_constant(features.double())
     # ∂L/∂[W b] = D'X / N solved for D (N, K), by least squares.
     read = classifier.num_images * torch.linalg.pinv(whole.T) @ classifier.gradient.T
     probabilities = (whole @ classifier.weights.T).softmax(1)
-    labels = read.argmin(1)
+    labels = read.argmin(1) if known is None else known
     # The scale needs labels and labels need the scale: the first labels take it for 1.
     for _ in range(2):
         errors = probabilities - F.one_hot(labels, probabilities.shape[1])
         scale = classifier.fit_scale(read, errors)
-        labels = (read / scale - probabilities).argmin(1)
+        if known is None:
+            labels = (read / scale - probabilities).argmin(1)
     errors = probabilities - F.one_hot(labels, probabilities.shape[1])
     weights = classifier.weights[:, :-1] if classifier.biased else classifier.weights
     # ∂L/∂x_i = W'D_i / N, which backpropagation hands on to the body.

@@ -429,9 +429,12 @@ class Profile:
             # Expectation: Y given the gradient is normal, of gain V D (D'V D + σ² I)⁻¹.
             seen = shared @ errors
             whole = variance * errors.T @ seen
-            gain = variance * torch.linalg.solve(
-                whole + noise * torch.eye(len(whole), dtype=whole.dtype), seen.T
-            )
+            normal = whole + noise * torch.eye(len(whole), dtype=whole.dtype)
+            read, broken = torch.linalg.solve_ex(normal, seen.T)
+            if bool(broken):
+                # Sums may show no noise at all, and D'V D alone is singular.
+                read = torch.linalg.pinv(normal, hermitian=True) @ seen.T
+            gain = variance * read
             found = gain.T @ rest
             open_ = variance * (shared - gain.T @ errors.T @ shared)
             # Maximization: the variance at which so large a second moment is likeliest.

@@ -315,7 +315,12 @@ class PartGradient:
             # One backward pass for both misfits: their own derivatives are the cotangents.
             cotangents = [each.mul_(2 * growth / energy) for each in residuals]
             cotangents.append(2 * self._weight * deviation / (count * scales))
-        (slope,) = torch.autograd.grad([*update, outputs], variable, cotangents)
+        # With error signals held fixed, that of the body's last bias depends on no image.
+        parts = [*update, outputs]
+        moving = [index for index, part in enumerate(parts) if part.requires_grad]
+        (slope,) = torch.autograd.grad(
+            [parts[index] for index in moving], variable, [cotangents[index] for index in moving]
+        )
         return loss, (deviation.square() / count).sum(), slope.contiguous()
 
     def _scales(self, outputs: Tensor) -> Tensor:

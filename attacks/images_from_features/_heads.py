@@ -188,17 +188,21 @@ class Signals(NamedTuple):
     """Factor (0-d) that the client's defense has applied to its update; 1 unless it clips."""
 
 
-def signals(observation: Observation, features: Tensor) -> Signals:
-    """Derives labels and error signals from `features` (N, d) in their true lengths."""
+def signals(observation: Observation, features: Tensor, labels: Tensor | None = None) -> Signals:
+    """Derives labels and error signals from `features` (N, d) in their true lengths.
+
+    `labels` (N,) that are known are kept, behind an ordinary classifier.
+    """
     device = features.device
-    found = _signals(move_tensors(observation, "cpu"), features.cpu())
+    known = None if labels is None else labels.cpu()
+    found = _signals(move_tensors(observation, "cpu"), features.cpu(), known)
     return Signals(*(each.to(device) for each in found))
 
 
-def _signals(observation: Observation, features: Tensor) -> Signals:
+def _signals(observation: Observation, features: Tensor, known: Tensor | None) -> Signals:
     head = head_of(observation)
     if isinstance(head, ClassifierGradient):
-        return Signals(*derive_signals(head, features))
+        return Signals(*derive_signals(head, features, known))
     model = rebuild(observation).eval()
     with torch.no_grad():
         observed = Objective(head)(features).errors

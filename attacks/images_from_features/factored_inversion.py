@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar, final
@@ -26,7 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import AttackState
+from fedsim.contracts.attack import AttackFailed, AttackState, remove_truncated
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.local import features_of
 from fedsim.models.victim import rebuild
@@ -153,9 +154,14 @@ class Phases:
         seed: int,
         settings: FactoredInversion,
         prior: ImagePrior | None = None,
+        inferred: Tensor | None = None,
     ) -> None:
-        """Plans the first phase, of `recovered` features (N, d), right or wrong, or of none."""
+        """Plans the first phase, of `recovered` features (N, d), right or wrong, or of none.
+
+        `inferred` are labels (N,) of the update before anything was taken from `observation`.
+        """
         self._observation, self._recovered, self._settings = observation, recovered, settings
+        self._inferred = inferred
         self._several = observation.training.steps > 1 or observation.num_clients > 1
         self._as_one = as_one_gradient(observation) if self._several else observation
         self._head, self._stream = head_of(self._as_one), generator(seed, "peeling")
@@ -214,18 +220,33 @@ class Phases:
     def _plan_first(self) -> Phase:
         iterations = self._one_step_iterations
         if self._recovered is None:
-            return self._compare_whole(infer_labels(self._observation), iterations)
+            return self._compare_whole(self._infer_labels(), iterations)
         if are_determined(self._head, self._recovered):
             return self._plan_factored(self._recovered, iterations)
         # Behind noise, labels are as doubtful as the features that imply them.
         if self._head.noisy:
-            labels = infer_labels(self._observation)
+            labels = self._infer_labels()
         else:
             labels = signals(self._observation, self._recovered).labels
         if self._is_deep or noise_share(self._as_one, self._head) <= _MOSTLY_NOISE:
             iterations = int(_FIRST * iterations)
             self._plans.insert(0, partial(self._refit_from_images, 1))
         return self._compare_whole(labels, iterations)
+
+    def _infer_labels(self) -> Tensor:
+        return infer_labels(self._observation) if self._inferred is None else self._inferred
+
+    def _signals(self, features: Tensor) -> Signals:
+        """Derives signals from `features` (N, d); a single image's label may speak for itself."""
+        known, head = signals(self._observation, features), self._head
+        alone = self._observation.num_images == 1 and isinstance(head, ClassifierGradient)
+        if not alone or head.noisy:
+            return known
+        assert isinstance(head, ClassifierGradient)
+        if bool(head.gradient.any()) and are_explained(head, features):
+            return known
+        # Features that explain little imply any label, where the sign of one entry says it.
+        return signals(self._observation, features, self._infer_labels())
 
     def _compare_whole(self, labels: Tensor, iterations: int) -> Phase:
         """Makes a phase that knows of no feature: candidates' whole update is compared."""
@@ -250,7 +271,7 @@ class Phases:
 
     def _plan_factored(self, features: Tensor, iterations: int) -> Phase:
         """Makes the first phase with `features` (N, d) known; it plans those that follow."""
-        known = signals(self._observation, features)
+        known = self._signals(features)
         if not self._is_deep:
             ordinary = isinstance(self._head, ClassifierGradient) and self._head.exact
             trained = any(stage.part.parameters for stage in self._staged.stages)
@@ -382,7 +403,7 @@ class Phases:
         features = self.present.features
         if features is None:
             features = _features(self._observation, images)
-        known, weight = signals(self._observation, features), settings.feature_weight
+        known, weight = self._signals(features), settings.feature_weight
         misfit = UnrolledUpdate(
             self._observation,
             features,
@@ -453,6 +474,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
     taken for one of the mean gradient, and then, if the body is not deep, simulated.
     """
 
+    reads_truncated: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "fedsim: features first (Liu et al., section 4; Kariyappa et al., ICML 2023), stages by "
         "their own gradient (Zhu and Blaschko, R-GAP, ICLR 2021), with error signals held fixed, "
@@ -483,13 +505,19 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
         # What images look like has to count for more the more noise there is.
         if altered := public is None and _is_altered_direction(observation):
             observation = replace(observation, effect=Effect(model=observation.effect.model))
+        inferred = None
+        if observation.effect.truncated is not None and not observation.effect.noisy:
+            # A truncated entry still has its sign, which is all that a label may need.
+            with suppress(AttackFailed):
+                inferred = infer_labels(observation)
+            observation = remove_truncated(observation)
         recovered = try_recovery(observation, knowledge, seed)
         if altered and recovered is not None:
             # Nothing is certain of an update that is taken for an undefended one.
             recovered = replace(recovered, certified=None, determined=None)
         features = None if recovered is None else recovered.features
         prior = None if public is None else ImagePrior(observation, public)
-        phases = Phases(observation, features, seed, self, prior)
+        phases = Phases(observation, features, seed, self, prior, inferred)
         matching = Matching(observation)
         images = matching.random_candidate(phases.present.labels, rng, std=0.3).images.detach()
         # The expected images, given public ones, are nearer than random pixels.
@@ -567,12 +595,13 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
 def _is_altered_direction(observation: Observation) -> bool:
     """Whether a defense altered entries, and the direction still tells all that is used."""
     # Zeros, cuts, rounding and weak noise hardly turn the directions of tensors, and features that
-    # allow for them say less.
+    # allow for them say less. Nor does chance that the model draws, or another view of an image,
+    # behave like noise of each entry, for which features would allow.
     effect = observation.effect
     one = observation.training.steps == 1 and observation.num_clients == 1
     if effect.exact or not effect.known or not one:
         return False
-    if effect.batch or effect.drawn or effect.orthogonal:
+    if effect.orthogonal:
         return False
     if not isinstance(head_of(observation), ClassifierGradient):
         return False

@@ -43,6 +43,7 @@ class LabelInference(DirectAttack):
     """Reads the labels of a batch off the last layer's gradient. Recovers no images."""
 
     takes_rows: ClassVar[bool] = True
+    reads_truncated: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Zhao et al., iDLG, 2020 (one image); Ma et al., Instance-wise Batch Label Restoration, "
         "ICLR 2023, and Geng et al., 2021 (batches)"

@@ -19,6 +19,7 @@ from fedsim.contracts.attack import (
     AttackState,
     Solution,
     images_alone,
+    remove_truncated,
     unreadable,
 )
 from fedsim.contracts.grant import Grant, Knowledge, MembershipCandidates, SourceRecords
@@ -123,26 +124,6 @@ def hand_over_records(truth: Truth | None, seen: tuple[Observation, ...]) -> Sou
         seen=seen,
         # Whoever adds up updates, or takes part, knows who else does.
         participants=tuple(tuple(clients[row].tolist()) for row in took_part),
-    )
-
-
-_AT_BOUND = 1 - 1e-6
-"""Share of the bound from which an entry counts as truncated, as rounding may have moved it."""
-
-
-def remove_truncated(observation: Observation) -> Observation:
-    """Returns the observation with zeros for entries that are seen to be truncated, as removed."""
-    effect = observation.effect
-    if effect.truncated is None or effect.noisy:
-        return observation
-    bound = effect.truncated * _AT_BOUND
-    if effect.scaled and observation.num_clients == 1:
-        # A factor of the update shrinks truncated entries alike, and so the bound.
-        largest = [float(t.abs().max()) for t in observation.update.values() if t.numel()]
-        bound = min(bound, max(largest, default=math.inf) * _AT_BOUND or bound)
-    update = {n: t.masked_fill(t.abs() >= bound, 0) for n, t in observation.update.items()}
-    return replace(
-        observation, update=update, effect=replace(effect, truncated=None, removed="others")
     )
 
 

@@ -11,7 +11,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import ClassVar, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -281,6 +281,26 @@ def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[
     if not issubclass(cls, Attack):
         raise plugins.PluginError(f"attack plugin {name!r} does not derive from Attack")
     return cls.model_validate(dict(parameters or {}))
+
+
+_AT_BOUND = 1 - 1e-6
+"""Share of the bound from which an entry counts as truncated, as rounding may have moved it."""
+
+
+def remove_truncated(observation: Observation) -> Observation:
+    """Returns the observation with zeros for entries that are seen to be truncated, as removed."""
+    effect = observation.effect
+    if effect.truncated is None or effect.noisy:
+        return observation
+    bound = effect.truncated * _AT_BOUND
+    if effect.scaled and observation.num_clients == 1:
+        # A factor of the update shrinks truncated entries alike, and so the bound.
+        largest = [float(t.abs().max()) for t in observation.update.values() if t.numel()]
+        bound = min(bound, max(largest, default=math.inf) * _AT_BOUND or bound)
+    update = {n: t.masked_fill(t.abs() >= bound, 0) for n, t in observation.update.items()}
+    return replace(
+        observation, update=update, effect=replace(effect, truncated=None, removed="others")
+    )
 
 
 def unreadable(attack: str, reads: Sequence[Payload], released: Payload | None) -> str | None:
