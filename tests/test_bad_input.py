@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fedsim
 from fedsim.cli.commands import app
+from fedsim.models.base import size_of
 from fedsim.system import memory
-from fedsim.types import RunFailed
+from fedsim.types import ModelSpec, RunFailed
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
@@ -88,6 +90,16 @@ def test_a_pipe_among_the_files_of_an_image_folder_is_left_out(tmp_path: Path) -
 def test_a_model_that_no_machine_holds_is_not_built(scenario: Path) -> None:
     said = run(scenario, "--set", "model.hidden=[1048576, 1048576]")
     assert "model: the model's weights take about 16400.2 GiB" in said and "smaller model" in said
+
+
+def test_what_a_model_takes_is_counted_and_draws_nothing() -> None:
+    stats: Any = {"mean": (0.5,), "std": (0.5,)}
+    shape: Any = {"parameters": {"hidden": [10]}, "input_shape": (1, 4, 4), "num_classes": 3}
+    before = torch.get_rng_state()
+    size = size_of(ModelSpec(name="mlp", **shape, **stats))
+    assert size is not None and torch.equal(before, torch.get_rng_state())
+    assert size.state == 4 * (16 * 10 + 10 + 10 * 3 + 3)
+    assert size.image >= 4 * (10 + 3)
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,21 @@ def test_updates_of_another_model_are_refused(
         seen(model, change(gradient(model, *batch)))
 
 
+@pytest.mark.parametrize(
+    ("truth", "message"),
+    [
+        ((torch.rand(3, *SHAPE), torch.tensor([1, 2, 3])), "truth: images: expected shape"),
+        ((torch.rand(2, *SHAPE) * 2, torch.tensor([1, 2])), "before normalization"),
+        ((torch.rand(2, *SHAPE), torch.tensor([1.0, 2.0])), "labels: expected 2 integers"),
+        ((torch.rand(2, *SHAPE), torch.tensor([1, 5])), "labels: expected 0 to 4"),
+    ],
+)
+def test_truths_that_are_none(truth: Batch, message: str, batch: Batch) -> None:
+    model = built()
+    with pytest.raises(FedsimError, match=message):
+        fedsim.attack(seen(model, gradient(model, *batch)), "label_inference", truth=truth)
+
+
 def test_tied_weights_are_refused() -> None:
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, CLASSES)

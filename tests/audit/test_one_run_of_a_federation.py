@@ -110,6 +110,15 @@ def test_a_true_claim_is_not_exceeded(
 
 
 @pytest.mark.slow
+def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:
+    audited = workload(example(1.0), "poisson")
+    labels = audited.dataset.train_labels.clone()
+    first, second = told(audited), told(audited)
+    np.testing.assert_array_equal(first, second)
+    assert torch.equal(audited.dataset.train_labels, labels)
+
+
+@pytest.mark.slow
 def test_noise_that_was_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """An honest claim of ε = 3 stands, and one whose noise is a tenth of it falls."""
     audited = workload(example(5.5))

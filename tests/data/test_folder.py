@@ -148,6 +148,18 @@ def test_a_damaged_image_is_named(write, content):
     assert "BytesIO" not in str(caught.value)
 
 
+def test_a_member_with_a_wrong_checksum_is_named(tmp_path):
+    path = tmp_path / "set.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in FILES.items():
+            archive.writestr(name, content)
+    content = bytearray(path.read_bytes())
+    content[content.index(FILES["train/b/10.png"]) + 60] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FedsimError, match=r"train/b/10\.png cannot be read.*CRC"):
+        ImageFolder(path=str(path)).load()
+
+
 def test_neither_directory_nor_zip(tmp_path):
     (tmp_path / "x.zip").write_bytes(b"not a zip")
     for path in ("x.zip", "absent"):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from PIL import Image
 
-from fedsim.data.images import statistics, stratified_split
+from fedsim.data.images import from_pil, resize, statistics, stratified_split
 
 
 def test_statistics_are_those_of_the_pixels():
@@ -21,6 +22,13 @@ def test_a_constant_channel_can_still_be_normalized():
         pytest.approx((0.2,)),
         (1 / 255,),
     )
+
+
+def test_resize_averages_where_it_reduces():
+    checker = torch.zeros(64, 64, dtype=torch.uint8)
+    checker[::2, ::2] = checker[1::2, 1::2] = 200
+    small = from_pil(resize(Image.fromarray(checker.numpy()), 8, 8))
+    assert 95 <= int(small.min()) <= int(small.max()) <= 105
 
 
 def test_split_is_stratified_disjoint_and_a_function_of_the_labels():

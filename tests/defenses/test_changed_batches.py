@@ -41,6 +41,12 @@ def plain(images: Tensor, labels: Tensor, like: Observation) -> dict[str, Tensor
     return dict(gradient(loss, like.parameters, normalize(images, like.model), labels))
 
 
+def test_a_single_image_is_mixed_with_itself() -> None:
+    images = torch.rand(1, 1, 4, 6, generator=stream())
+    mixed, labels = MixUp().change(images, torch.eye(3)[:1], SPEC, stream())
+    torch.testing.assert_close((mixed, labels), (images, torch.eye(3)[:1]))
+
+
 def test_a_share_of_one_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixing with weight 0 for the partner, soft labels included, is no defense at all."""
     monkeypatch.setattr(mixup, "uniform", lambda shape, rng: torch.ones(shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -41,6 +42,16 @@ def test_the_papers_noise_gives_more_than_it_is_asked_for() -> None:
     assert stated.epsilon == held.epsilon(DELTA, 1) < 0.9
     assert held.epsilon(DELTA, 2) == pytest.approx(2 * held.epsilon(DELTA / 2, 1))
     assert stated.relation == "add_or_remove" and stated.unit == "example"
+
+
+@pytest.mark.slow
+def test_the_tight_noise_is_enough_for_the_worst_row_and_no_more() -> None:
+    defense = LeastSquaresMechanism(epsilon=1.0, delta=DELTA)
+    assert mechanism(defense, NORMAL).epsilon(DELTA, 1) == pytest.approx(1.0, rel=1e-5)
+    most = bound(defense.sigma(NORMAL), NORMAL.row_norm, 1.0)
+    worst = least_squares.worst(most, 30, 2, 1.0)
+    assert 0 <= worst.p <= worst.q <= most
+    assert worst.log_delta == pytest.approx(math.log(DELTA), rel=1e-5)
 
 
 def test_coefficients_of_a_sketch_are_accounted_as_the_sketch() -> None:

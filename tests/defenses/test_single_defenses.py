@@ -13,11 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedsim import rng
 from fedsim.contracts.defense import global_norm
 from fedsim.contracts.stack import chain
+from fedsim.models.local import gradient, loss_function
+from fedsim.models.mlp import MLP
 from fedsim.testing.cases import mixed_update, non_finite, same, stream
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.clip import Clip
+from fedsim_defenses.dropout import Dropout
 from fedsim_defenses.gaussian_noise import GaussianNoise
 from fedsim_defenses.gradient_pruning import GradientPruning
 from fedsim_defenses.local_aggregation import LocalAggregation
@@ -278,3 +282,18 @@ def test_local_aggregation_declares_steps_of_fedavg() -> None:
     assert found == replace(TWO_IMAGES, algorithm="fedavg", steps=5, batches="same")
     assert found.num_images == 2
     assert LocalAggregation(steps=5).training(TWO_IMAGES).num_images == 10
+
+
+def test_dropout_reaches_the_gradient_of_a_real_model() -> None:
+    """A neuron is dead for an image with probability about 1/2; dropping 90% leaves few alive."""
+    model = MLP(head={"width": 64}).build((1, 4, 4), 3)  # type: ignore[arg-type]
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+    images, labels = torch.randn(2, 1, 4, 4, generator=stream()), torch.tensor([0, 2])
+
+    def dead(rate: float) -> int:
+        loss = loss_function(model, {}, chain(Dropout(rate=rate)).training(TWO_IMAGES))
+        with rng.global_stream(3):
+            found = gradient(loss, parameters, images, labels)["head.output.weight"]
+        return int((found == 0).all(0).sum())
+
+    assert dead(0.9) > dead(0.0) + 10

@@ -138,6 +138,14 @@ def test_memory_is_kept_as_far_back_as_a_checkpoint_may_lie(
     assert sorted(found) == (kept or list(range(1, 8)))
 
 
+def test_memory_of_a_client_is_that_of_its_last_round(tmp_path: Path) -> None:
+    memory = ClientState(tmp_path, "s", 3)
+    assert memory.before(1) == {}
+    for round in (1, 2, 5):
+        memory.save(round, {"x": torch.tensor(float(round))}, checkpoint_every=100)
+    assert [float(memory.before(round)["x"]) for round in (2, 3, 5, 6)] == [1.0, 2.0, 2.0, 5.0]
+
+
 def test_error_feedback_remembers_across_rounds(tmp_path: Path) -> None:
     """What top-k sends over all rounds plus its last memory is what the client computed."""
     wanted = scenario(defenses=TOPK, observe={"rounds": [1, 2, 3], "clients": [0]})

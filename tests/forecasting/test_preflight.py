@@ -77,6 +77,15 @@ def test_pruning_and_rounding_cost_gain() -> None:
     assert pruned < bare and rounded < bare
 
 
+@pytest.mark.slow
+def test_neither_a_larger_batch_nor_more_clients_raise_the_gain() -> None:
+    for model in (smooth(), normed()):
+        gains = [told(model, size, mode="eval").estimate.gain for size in (1, 3, 4, 8)]
+        assert all(after <= before for before, after in pairwise(gains))
+    alone, many = (told(smooth(), 2, clients=clients).estimate.gain for clients in (1, 3))
+    assert many <= alone
+
+
 def test_no_gain_is_told_of_what_the_first_attack_does_other_than_match() -> None:
     """Matching gradients gains nothing here, which says nothing of features."""
     forecast = told(smooth(), defenses=PRUNED)

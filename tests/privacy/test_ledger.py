@@ -67,6 +67,8 @@ def test_the_sensitivity_is_tied_to_the_clip() -> None:
     assert of(wide).epsilon == gaussian.epsilon(3.0 / 20.0, DELTA)
     narrow = chain(Clip(norm=2.0), GaussianNoise(std=3.0))
     assert of(narrow).epsilon == of(CLIENT_DP).epsilon < of(wide).epsilon
+    local = replace(DECLARED, algorithm="fedavg", steps=20, momentum=0.9)
+    assert of(CLIENT_DP, declared=local) == of(CLIENT_DP), "the whole update is clipped"
 
 
 @pytest.mark.parametrize("sampling", ["without_replacement", "poisson"])

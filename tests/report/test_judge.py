@@ -393,6 +393,39 @@ def test_trials_without_a_control_make_no_leak_certain(tmp_path: Path) -> None:
     assert math.isclose(row.own_gain.max, 18.2)
 
 
+@pytest.mark.parametrize("psnr", [16.0, 48.0])
+def test_a_single_trial_without_a_control_does_not_work_for_certain(
+    psnr: float, tmp_path: Path
+) -> None:
+    (verdict,) = judged(tmp_path, controlled([trial(psnr, defense="none")], None)).verdicts
+    assert (verdict.finding, verdict.level) == ("undecided", "undecided")
+    assert verdict.strongest.no_control == "no control: one trial"
+
+
+@pytest.mark.parametrize(
+    ("values", "bounded"), [(FAILS, True), ([13.0, 14.9, 11.0], False), ([14.9], False)]
+)
+def test_nothing_is_certain_only_of_an_interval_without_a_leak(
+    values: list[float], bounded: bool, tmp_path: Path
+) -> None:
+    verdict = behind(tmp_path, trials(values, privacy=PROVEN))
+    assert (verdict.finding, verdict.is_bounded) == ("nothing", bounded)
+
+
+def test_every_comparison_is_judged_by_itself_and_what_leaks_besides_is_named(
+    tmp_path: Path,
+) -> None:
+    planted = trials([13.0, 13.1, 13.2], defense="none", server="planted")
+    granted = changed(SAFE, knowledge={"labels": "known"})
+    colors = trials([13.0, 13.1, 13.2, 13.3], label_accuracy=1.0)
+    judged(tmp_path, [*WORKS, *colors, *planted, *granted])
+    honest, known, malicious = Content(load_runs([tmp_path])).judgements
+    found = [(each.comparison[-2].server, each.verdicts[0].finding) for each in (honest, malicious)]
+    assert found == [("honest", "recognizable"), ("planted", "no answer")]
+    assert known.verdicts[0].reason.kind == "nothing undefended"
+    assert (honest.verdicts[1].finding, honest.verdicts[1].besides) == ("colors only", ("labels",))
+
+
 def test_another_batch_confirms_a_leak_and_makes_it_no_less(tmp_path: Path) -> None:
     """Look-alikes of one client are drawn nearly as well, and the pictures are recognizable."""
     leaky = trials([30.0, 30.1, 29.9, 30.2, 30.3], ssim=0.9)

@@ -168,6 +168,14 @@ def test_a_page_of_too_many_pixels_says_how_many_pictures_it_lacks(
     assert any(line.plate for line in few.sections[0].lines)
 
 
+@pytest.mark.parametrize("name", ["../../../x", "/etc/passwd", "a\0b", "x" * 5000, ""])
+def test_a_recording_of_a_strange_name_has_no_picture(
+    name: str, run_folder: Path, tmp_path: Path
+) -> None:
+    folder = edited(run_folder, tmp_path / "run", lambda row: row.update(observation=name))
+    assert not any(line.plate for line in Content(load_runs([folder])).sections[0].lines)
+
+
 @pytest.mark.parametrize("damage", ["empty", "no tensors", "missing"])
 def test_a_picture_that_cannot_be_read_is_said(
     damage: str, run_folder: Path, tmp_path: Path

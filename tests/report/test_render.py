@@ -103,6 +103,25 @@ def test_sweeps_are_found_below_a_folder_and_kept_apart(
     assert "\nin mode=eval\n" in render(rows), "a title leads to its folder"
 
 
+def test_runs_of_other_settings_are_kept_apart_and_those_of_other_engines_pooled(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    """Their rows may agree in all that they state, and none must hide another's."""
+    once = leaderboard_rows([run_folder])
+    other = shutil.copytree(run_folder, tmp_path / "other")
+    text = (other / "scenario.yaml").read_text(encoding="utf-8")
+    (other / "scenario.yaml").write_text(text.replace("clients: 10", "clients: 2"))
+    both = leaderboard_rows([run_folder, other])
+    assert {row.variant for row in both} == {"data.clients=10", "data.clients=2"}
+    assert [row.n for row in both] == 2 * [row.n for row in once]
+    pooled = text.replace("seed: 7", "seed: 8") + "federation: {engine: simulation}\n"
+    (other / "scenario.yaml").write_text(pooled)
+    lines = [row | {"seed": 90 + row["seed"]} for row in read_lines(other / "results.jsonl")]
+    write_lines(other / "results.jsonl", lines)
+    both = leaderboard_rows([run_folder, other])
+    assert [(row.variant, row.n) for row in both] == [(row.variant, 2 * row.n) for row in once]
+
+
 def test_damaged_folders_are_refused_with_the_place(run_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="no such folder"):
         leaderboard_rows([tmp_path / "absent"])

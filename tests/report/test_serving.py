@@ -61,6 +61,17 @@ def test_it_answers_with_the_page_once_for_each_version(run: Path) -> None:
         assert ask(server, "/", method="HEAD")[2] == b""
 
 
+def test_a_run_that_grows_is_followed(run: Path) -> None:
+    path = run / "results.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:6]))
+    with served([run]) as server:
+        _, before, first = ask(server, "/")
+        path.write_text("".join(lines))
+        _, after, body = ask(server, "/", {"If-None-Match": before["ETag"]})
+        assert before["ETag"] != after["ETag"] and body.count(ROWS) > first.count(ROWS)
+
+
 @pytest.mark.parametrize(
     "path",
     [

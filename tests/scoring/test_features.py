@@ -94,6 +94,14 @@ def test_principal_angles_of_known_planes() -> None:
     torch.testing.assert_close(angles(claimed, truth), torch.tensor([0.0, 30.0]).double())
 
 
+def test_principal_angles_do_not_depend_on_the_basis_and_small_ones_are_seen() -> None:
+    truth, claimed = normal(4, 20), normal(4, 20, seed=1)
+    for other in (claimed.flip(0), -3 * claimed, normal(4, 4, seed=2) @ claimed):
+        torch.testing.assert_close(angles(other, truth), angles(claimed, truth))
+    truth, claimed = torch.eye(1, 3).double(), torch.tensor([[1.0, 1e-9, 0]]).double()
+    torch.testing.assert_close(angles(claimed, truth), torch.rad2deg(torch.tensor([1e-9]).double()))
+
+
 def test_directions_that_were_not_found_are_at_right_angles() -> None:
     truth = torch.eye(3, 5)
     assert angles(torch.zeros(3, 5), truth).tolist() == [90.0] * 3

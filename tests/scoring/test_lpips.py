@@ -64,6 +64,12 @@ def test_value_is_that_of_the_reference_on_minus_one_to_one(metric: LpipsMetric)
     assert isinstance(metric.model, reference.LPIPS)
 
 
+def test_more_images_than_one_chunk(metric: LpipsMetric) -> None:
+    a, b = pair(3, 32)
+    many = metric(a.repeat(7, 1, 1, 1), b.repeat(7, 1, 1, 1))
+    assert torch.allclose(many, metric(a, b).repeat(7), atol=1e-6)
+
+
 def test_gray_is_repeated_and_small_images_are_enlarged(metric: LpipsMetric) -> None:
     a, b = pair(1, 25)
     enlarge = nn.Upsample(size=(MINIMUM_SIDE, MINIMUM_SIDE), mode="bilinear")

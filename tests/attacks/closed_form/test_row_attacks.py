@@ -85,6 +85,14 @@ def test_where_nothing_is_told_the_answer_is_the_guess():
     assert scores["psnr"] == pytest.approx(guess["psnr"], abs=0.3)
 
 
+@pytest.mark.slow
+def test_a_wide_sketch_of_few_rows_gives_them_away():
+    """Fewer rows than columns: the release leaves the span of the others in one direction only."""
+    case = released(6, columns=8, parameters={"columns": 4000})
+    assert int(case[1].members.sum()) < 8
+    assert score(answer(RowReconstruction(), case), case[1])["row_cosine"] > 0.99
+
+
 def test_a_row_is_asked_for_by_itself():
     """What is handed over about one target: never itself, unless asked; never who took part."""
     _, truth = released()

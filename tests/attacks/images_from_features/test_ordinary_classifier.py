@@ -52,6 +52,14 @@ def test_the_directions_of_all_tensors_and_features_are_compared():
     assert float(after - before) / 2e-2 == pytest.approx(float(pull.norm()), rel=0.1)
 
 
+def test_images_come_from_a_classifier_that_starts_at_zero():
+    observation, _ = make_observation(*example_batch(2), model="convnet")
+    zero = {n: 0 * w if "head.output" in n else w for n, w in observation.parameters.items()}
+    observation, _ = make_observation(*example_batch(2), model="convnet", weights=zero)
+    found = solve(FactoredInversion(iterations=3), observation, Knowledge(), 0).reconstruction
+    assert bool(found.images.isfinite().all())
+
+
 @pytest.mark.slow
 def test_a_few_iterations_are_nearer_than_twice_as_many_of_inverting_gradients():
     photos = Photos().load()
