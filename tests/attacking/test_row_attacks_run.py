@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +142,41 @@ def test_a_claim_against_a_small_move_bounds_no_membership() -> None:
     assert set(results_rows._membership_limits(claim).values()) == {None}
     present = replace(claim, relation="add_or_remove")
     assert None not in results_rows._membership_limits(present).values()
+
+
+@pytest.mark.slow
+def test_kernel_regressions_are_attacked_in_a_whole_run(tmp_path: Path) -> None:
+    """Without noise all is told. Behind it ε is below 1, and members are told all the same."""
+    far = [
+        {"name": "gaussian_sampling", "beta": 0.01, "lift": 3, "samples": 199},
+        {"name": "truncated_laplace", "beta": 0.01, "epsilon": 0.7, "delta": 4e-4},
+    ]
+    wanted = {
+        **SCENARIO,
+        "data": {"source": {"name": "digits", "size": 8}, "clients": 8},
+        "learner": {"name": "ntk", "ridge": 1.0},
+        "defenses": {"none": [], "far": far},
+        "attacks": [{"name": "row_reconstruction", "samples": 20}, "membership_inference"],
+        "observe": {"batch_sizes": [8], "trials": 2, "clients": [0]},
+    }
+    run = fedsim.run(wanted, out=tmp_path / "out", workers=1)
+    (control,) = positive_controls(leaderboard_rows([run.out]))
+    assert control.status == "passed" and len(run.rows()) == 8
+    ((told, _), (noisy, _)) = (rows_of(run, s, "row_reconstruction") for s in wanted["defenses"])
+    assert told["metrics"]["rows_recovered"] == told["metrics"]["label_accuracy"] == 1
+    assert told["baseline"]["rows_recovered"] < 0.2 > told["metrics"]["row_error"]
+    assert told["control"]["other_update"]["row_error"] > 0.3
+    assert 0.01 < noisy["metrics"]["row_error"] < noisy["baseline"]["row_error"]
+    ((told, _), (noisy, _)) = (rows_of(run, s, "membership_inference") for s in wanted["defenses"])
+    assert told["metrics"]["membership_auc"] == 1 and noisy["metrics"]["membership_auc"] > 0.9
+    assert noisy["privacy"]["relation"] == "close" and 0 < noisy["privacy"]["epsilon"] < 1
+    assert noisy["theory"]["membership_auc"] is noisy["theory"]["membership_tpr"] is None
+    path = next(p for p in run.observations() if "/far/" in str(p))
+    seen = fedsim.load_observation(path)
+    assert seen.release.statistics["features"]["scale"] == pytest.approx(0.0487, rel=0.01)
+    truth = load_truth(run.out, seen.id)
+    assert isinstance(truth, RowTruth)
+    assert truth.scored.tolist() == [True] * 64 + [False] * 10
 
 
 def test_the_truth_says_who_took_part(finished: Run) -> None:
