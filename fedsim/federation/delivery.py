@@ -22,7 +22,6 @@ OnWait = Callable[[int], None]
 """Called with the number of nodes that are connected, while more of the required ones are
 missing."""
 _POLL_SECONDS = 0.05
-_REASON = 500
 _GONE = (
     ErrorCode.MESSAGE_UNAVAILABLE,
     ErrorCode.REPLY_MESSAGE_UNAVAILABLE,

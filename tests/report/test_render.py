@@ -141,6 +141,9 @@ def test_damaged_folders_are_refused_with_the_place(run_folder: Path, tmp_path: 
     (tmp_path / "scenario.yaml").write_text("!!python/object/apply:os.system ['true']")
     with pytest.raises(ReportError, match="not YAML"):
         leaderboard_rows([tmp_path])
+    (tmp_path / "scenario.yaml").write_text(f"name: {'x' * 2_000_000}")
+    with pytest.raises(ReportError, match=r"at most 1\.0 MiB"):
+        leaderboard_rows([tmp_path])
 
 
 def test_a_text_is_no_formula_for_a_spreadsheet(run_folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import socket
 import ssl
 import stat
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,24 +57,50 @@ def test_keys_are_never_replaced_nor_put_where_others_may_write(tmp_path: Path) 
     assert not list((tmp_path / "shared").rglob("*.crt"))
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "superlink"])
-def test_the_authority_vouches_for_the_named_hosts(tmp_path: Path, host: str) -> None:
-    server = make_authority(tmp_path / "keys", ["127.0.0.1", "::1", "superlink"])
+HOSTS = ["127.0.0.1", "::1", "superlink"]
+
+
+def handshake(folder: Path, host: str, root: Path, days: int) -> str | None:
+    """The version of TLS that a client of `host`, who trusts `root` alone, agrees on."""
+    server = make_authority(folder, HOSTS, days=days)
     inside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     inside.load_cert_chain(server.server_certificate, server.server_key)
-    outside = ssl.create_default_context(cafile=server.certificate)
+    outside = ssl.create_default_context(cafile=root)
     outside.verify_flags |= ssl.VERIFY_X509_STRICT  # as Python 3.13 has it by default
     left, right = socket.socketpair()
 
     def serve() -> None:
-        with inside.wrap_socket(left, server_side=True) as connection:
+        with left, suppress(OSError), inside.wrap_socket(left, server_side=True) as connection:
             connection.recv(1)
 
     thread = threading.Thread(target=serve)
     thread.start()
-    with right, outside.wrap_socket(right, server_hostname=host) as connection:
-        assert connection.version() == "TLSv1.3"
-    thread.join()
+    try:
+        with right, outside.wrap_socket(right, server_hostname=host) as connection:
+            return connection.version()
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_authority_vouches_for_the_named_hosts(tmp_path: Path, host: str) -> None:
+    assert handshake(tmp_path / "keys", host, tmp_path / "keys" / "ca.crt", 1) == "TLSv1.3"
+
+
+@pytest.mark.parametrize(
+    ("host", "root", "days", "said"),
+    [
+        ("elsewhere", "keys", 1, "mismatch"),
+        ("superlink", "other", 1, "verify failed"),
+        ("superlink", "keys", 0, "expired"),
+    ],
+)
+def test_it_vouches_for_nobody_else(
+    tmp_path: Path, host: str, root: str, days: int, said: str
+) -> None:
+    make_authority(tmp_path / "other", HOSTS)
+    with pytest.raises(ssl.SSLCertVerificationError, match=said):
+        handshake(tmp_path / "keys", host, tmp_path / root / "ca.crt", days)
 
 
 @pytest.fixture
