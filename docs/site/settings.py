@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+import statistics
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedsim.contracts.defense import Defense
 from fedsim.contracts.stack import chain
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.numerics import gaussian
+from fedsim.scoring.statistics import Summary, summarize
 from fedsim.types import LocalTraining
 from fedsim_defenses.dp_sgd import DPSGD
 from fedsim_defenses.local_dp_mod import LocalDpMod
@@ -159,32 +161,120 @@ def write_table() -> str:
     return "\n".join(lines)
 
 
-def write_leaks() -> str:
-    """Returns what leaked behind each stack of board-small.yaml, most first; guess is 0 dB."""
+ATTACKS = ("factored-blind", "factored-adaptive", "adaptive", "blind")
+SHOWN = ATTACKS[:3]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What attacks got behind one stack of board-small.yaml: a figure for each network."""
+
+    name: str
+    gains: dict[str, list[float]]
+    """Attack -> mean gain over the guess, in dB, by network."""
+    accuracies: list[float]
+    failed: dict[str, int]
+    """Attack -> its trials without an answer, which count as guesses."""
+
+    @property
+    def best(self) -> float:
+        """The largest mean gain, which is what a defense is worth."""
+        return max(map(statistics.fmean, self.gains.values()))
+
+    @property
+    def accuracy(self) -> float:
+        """The mean test accuracy."""
+        return statistics.fmean(self.accuracies)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the accuracy is certainly above chance, which is 50%."""
+        low = summarize_sample(self.accuracies).low
+        return (min(self.accuracies) if low is None else low) > 0.5
+
+    def is_told(self, compared: int) -> bool:
+        """Says whether the adaptive attack certainly gains more, here and in `compared` stacks."""
+        pairs = zip(self.gains["adaptive"], self.gains["blind"], strict=True)
+        found = summarize_sample([adaptive - blind for adaptive, blind in pairs])
+        low = found.best_of(compared).low
+        return low is not None and low > 0
+
+
+def read_stacks() -> list[Stack]:
+    """Returns the stacks of board-small.csv, those that leak most first."""
     with (PAGE.parent / "results" / "board-small.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    stacks: dict[str, dict[str, dict[str, str]]] = {}
-    for row in rows:
-        stacks.setdefault(row["defense"], {})[row["attack"]] = row
-    attacks = ("factored-blind", "blind", "adaptive")
-    lines = [f"| stack | {' | '.join(attacks)} | accuracy |", "| --- " * 5 + "|"]
-    for stack, own in sorted(stacks.items(), key=lambda item: -_worse(item[1])):
-        accuracy = f"{float(own['blind']['test_accuracy']):.0%}"
-        cells = [_show_gain(own[attack]) for attack in attacks]
-        lines.append(f"| {stack} | {' | '.join(cells)} | {accuracy} |")
-    return "\n".join(lines)
+    found = []
+    for name in dict.fromkeys(row["defense"] for row in rows):
+        own = [row for row in rows if row["defense"] == name]
+        each = {attack: [row for row in own if row["attack"] == attack] for attack in ATTACKS}
+        gains = {attack: _mean_by_network(trials, "gain") for attack, trials in each.items()}
+        failed = {
+            attack: [t["ok"] for t in trials].count("False") for attack, trials in each.items()
+        }
+        accuracies = _mean_by_network(own, "test_accuracy")
+        found.append(Stack(name=name, gains=gains, accuracies=accuracies, failed=failed))
+    return sorted(found, key=lambda stack: -stack.best)
 
 
-def _worse(attacks: dict[str, dict[str, str]]) -> float:
-    """Returns the largest mean gain, which is what a defense is worth."""
-    return max(float(row["gain_mean"]) for row in attacks.values())
+def _mean_by_network(trials: list[dict[str, str]], column: str) -> list[float]:
+    """Returns the mean of a column for each seed: trials of one network are not independent."""
+    seeds = dict.fromkeys(trial["seed"] for trial in trials)
+    return [
+        statistics.fmean(float(trial[column]) for trial in trials if trial["seed"] == seed)
+        for seed in seeds
+    ]
 
 
-def _show_gain(row: dict[str, str]) -> str:
-    if row["n_ok"] != row["n"]:
-        return f"failed, {int(row['n']) - int(row['n_ok'])} of {row['n']}"
-    mean, low, high = (float(row[f"gain_{name}"]) for name in ("mean", "low", "high"))
-    return f"{mean:+.1f} [{low:.1f}, {high:.1f}]"
+def write_leaks() -> str:
+    """Returns what leaked behind each stack, most first, and what follows; the guess is 0 dB."""
+    stacks = read_stacks()
+    lines = [f"| stack | {' | '.join(SHOWN)} | accuracy |", "| --- " * 5 + "|"]
+    for stack in stacks:
+        cells = [_show_gain(stack.gains[a]) + "*" * bool(stack.failed[a]) for a in SHOWN]
+        lines.append(f"| {stack.name} | {' | '.join(cells)} | {stack.accuracy:.0%} |")
+    if any(any(stack.failed.values()) for stack in stacks):
+        lines += ["", "\\*: some trials have no answer and count as guesses."]
+    return "\n".join([*lines, "", *_write_groups(stacks)])
+
+
+def _write_groups(stacks: list[Stack]) -> list[str]:
+    """Returns which stacks do nothing, and behind which no attack gains on average."""
+    none = next(stack for stack in stacks if stack.name == "none")
+    others = [stack for stack in stacks if stack is not none]
+    safe = [stack for stack in others if stack.best <= 0]
+    groups = {
+        "the best attack keeps over half of its gain, and models are as accurate": [
+            each
+            for each in others
+            if each.best > none.best / 2 and each.accuracy > none.accuracy - 0.03
+        ],
+        "no attack gains on average, but no model is certainly better than chance": [
+            each for each in safe if not each.learns
+        ],
+        "no attack gains on average, and the models learn": [each for each in safe if each.learns],
+        "knowing the defense helps `inverting_gradients` for certain": [
+            each for each in others if each.is_told(len(others))
+        ],
+    }
+    return [
+        f"- **{', '.join(f'`{each.name}`' for each in group)}**: {sentence}."
+        for sentence, group in groups.items()
+        if group
+    ]
+
+
+def _show_gain(gains: list[float]) -> str:
+    found = summarize_sample(gains)
+    ends = f" [{found.low:.1f}, {found.high:.1f}]" if found.low is not None else ""
+    return f"{found.mean:+.1f}{ends}"
+
+
+def summarize_sample(values: list[float]) -> Summary:
+    """Returns mean and Student's interval of at least one value."""
+    summary = summarize(values)
+    assert summary is not None
+    return summary
 
 
 def _show(epsilon: float) -> str:
