@@ -244,7 +244,7 @@ def _write_groups(stacks: list[Stack]) -> list[str]:
     others = [stack for stack in stacks if stack is not none]
     safe = [stack for stack in others if stack.best <= 0]
     groups = {
-        "the best attack keeps over half of its gain, and models are as accurate": [
+        "the best attack keeps over half of its mean gain, and models are as accurate": [
             each
             for each in others
             if each.best > none.best / 2 and each.accuracy > none.accuracy - 0.03
