@@ -101,7 +101,7 @@ def certify_images(
     is_reproduced = float(fit.losses[0]) + problem.outside <= tolerance(classifier)
     if not (bool(fit.features.isfinite().all()) and is_reproduced):
         return none
-    if not is_overdetermined(problem, fit):
+    if not _is_overdetermined(problem, fit):
         return none
     moved = (fit.features[0] - features).norm(dim=1)
     sure = widen_bounds(bound_errors(problem, fit, 0)) < _RIGHT
@@ -122,7 +122,7 @@ def tolerance(classifier: ClassifierGradient) -> float:
     return (_ROUNDING * classifier.rounding) ** 2
 
 
-def is_overdetermined(problem: Consistency, fit: Fits) -> bool:
+def _is_overdetermined(problem: Consistency, fit: Fits) -> bool:
     """Says whether the first start of `fit` meets too many equations for a coincidence."""
     images, unknowns = problem.classifier.num_images, fit.points.shape[1]
     return exceeds_chance(problem.classifier, images, unknowns, float(fit.losses[0]))

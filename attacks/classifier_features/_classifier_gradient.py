@@ -72,7 +72,7 @@ class ClassifierGradient:
     @staticmethod
     def read(observation: Observation) -> ClassifierGradient:
         """Reads the mean gradient of the update's steps; AttackFailed if it has no classifier's."""
-        layer, name = linear_classifier(rebuild(observation))
+        layer, name = _linear_classifier(rebuild(observation))
         if f"{name}.weight" not in observation.update:
             raise AttackFailed(
                 "features are read off the classifier's weights, which were not trained, or are "
@@ -232,7 +232,7 @@ def _grid(observation: Observation, name: str) -> float:
     return float(spacings[fits.double().argmax()])
 
 
-def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:
+def _linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:
     """Returns the linear layer that is the whole head, and its name; AttackFailed without one."""
     found = [(m, n) for n, m in model.head.named_modules() if isinstance(m, nn.Linear)]
     others = [

@@ -78,7 +78,7 @@ _PARTS = slice(_IMAGES), slice(_IMAGES, None)
 _RIDGE = 1e-2  # ridge of the drift's regression, over the mean square of a feature
 
 
-def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
+def _natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
     """Draws images of `shape` (N, C, H, W) with a natural spectrum: amplitudes fall as 1/f."""
     spectrum = torch.fft.rfft2(torch.randn(shape, generator=rng))
     frequency = torch.hypot(
@@ -94,13 +94,13 @@ def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
 
 
 @final
-class Drift:
+class _Drift:
     """The change of features along the path: quadratic in the share, linear in the features."""
 
     def __init__(self, observation: Observation, middle: float, rng: torch.Generator) -> None:
         """Watches features of noise at both ends of the path and at its `middle`, in (0, 1)."""
         shape = torch.Size((_IMAGES + _TRIED, *observation.model.input_shape))
-        images = natural_noise(shape, rng).to(next(iter(observation.parameters.values())).device)
+        images = _natural_noise(shape, rng).to(next(iter(observation.parameters.values())).device)
         whole = [_features(observation, share, images) for share in (0.0, 1.0)]
         ends, others = ([each[part] for each in whole] for part in _PARTS)
         self.features, tried = (_features(observation, middle, images)[part] for part in _PARTS)
@@ -167,7 +167,7 @@ class LocalPath:
         self._sent = ClassifierGradient.read(as_one_gradient(observation)).weights
         # The middle lies a `share` along the path: extrapolated it gives the classifier of the end.
         self._came = self._sent + (self._classifier.weights - self._sent) / share
-        self.drift = Drift(observation, share, rng)
+        self.drift = _Drift(observation, share, rng)
 
     @staticmethod
     def suits(observation: Observation, classifier: ClassifierGradient) -> bool:

@@ -38,7 +38,7 @@ Normals = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function from points (S, n), constants and residuals (S, e) to J'J (S, n, n) and J'r (S, n)."""
 
 
-def make_normals(jacobians: Batched) -> Normals:
+def _make_normals(jacobians: Batched) -> Normals:
     """Returns a function that computes J'J and J'r from the Jacobians J of `jacobians`."""
 
     def normals(points: Tensor, given: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ class Fits(NamedTuple):
     """(S, n): the unknowns."""
 
 
-def whole_inverse(matrix: Tensor) -> Tensor:
+def _whole_inverse(matrix: Tensor) -> Tensor:
     """Computes the pseudo-inverse (N, K) of `matrix` (K, N), without a cut of small values."""
     # An image without an error signal has a huge inverse, which shows that it is undetermined.
     left, lengths, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -184,7 +184,7 @@ class Consistency:
         normals: Normals = self._normals
         # The products in `_normals` hold for one step without factors; else J itself is built.
         if self.classifier.rates or self.classifier.factors:
-            normals = make_normals(vmap(jacfwd(self.residual)))
+            normals = _make_normals(vmap(jacfwd(self.residual)))
         share = enough * float(self._energy)
         for part in zip(torch.split(points, size), torch.split(targets, size), strict=True):
             found.append(minimize(vmap(self.residual), normals, *part, iterations, share))
@@ -221,7 +221,7 @@ class Consistency:
         inside = variances.reshape(count, -1).sum(1)
         # Outside the row space X = (D' / N)⁺ M: each column adds the inverse's squared row norm.
         errors = self.errors(point, labels) / count
-        total: Tensor = inside + columns * whole_inverse(errors.T).square().sum(1)
+        total: Tensor = inside + columns * _whole_inverse(errors.T).square().sum(1)
         return total
 
     def _jacobian(self, point: Tensor, targets: Tensor) -> Tensor:
@@ -399,7 +399,7 @@ class Profile:
         spread = axes.T / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
         inside = spread[: len(spread) - factors].square().reshape(count, -1).sum(1)
         errors = parts.errors[0]
-        inverse = count * whole_inverse(errors.T)
+        inverse = count * _whole_inverse(errors.T)
         rest = parts.inputs[0, :, parts.inputs.shape[2] - len(self._turn) :]
         moved = torch.einsum("mk,nkl->mnl", inverse, parts.slopes[0] / count)
         # Y of image m moves by Σ_n moved[m, n] · da_n Y_n: its square norm by Y's Gram matrix.
@@ -468,7 +468,7 @@ class Profile:
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // jacobian)
-        normals = make_normals(self.jacobians)
+        normals = _make_normals(self.jacobians)
         found = [
             minimize(self.residuals, normals, *part, iterations, enough * float(self._energy))
             for part in zip(torch.split(points, size), torch.split(targets, size), strict=True)

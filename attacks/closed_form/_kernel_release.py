@@ -108,7 +108,7 @@ def read_model(observation: Observation, known: Tensor) -> KernelModel:
         # Rows of zeros pad a release to its declared size, and predict nothing.
         nonzero = rows.any(1) | alpha.any(1)
         rows, alpha = rows[nonzero], alpha[nonzero]
-        labels = symmetric_labels(alpha)
+        labels = _symmetric_labels(alpha)
     else:
         # The server sees the clients' mean, and the rows that are sought make up the sum.
         d, form = len(kernel), observation.num_clients * observation.update["form"].double().cpu()
@@ -118,7 +118,7 @@ def read_model(observation: Observation, known: Tensor) -> KernelModel:
             labels = _last_label(alpha, known[:, d:])
         else:
             rows, alpha = _decompose_once(form.numpy().tobytes(), kernel.numpy().tobytes(), d)
-            labels = symmetric_labels(alpha)
+            labels = _symmetric_labels(alpha)
         # x and -x predict alike: of the two, rows are like the others.
         usual = known[:, :d].sum(0)
         rows = torch.where((rows @ usual < 0)[:, None], -rows, rows)
@@ -137,7 +137,7 @@ def read_model(observation: Observation, known: Tensor) -> KernelModel:
     return _rescale(model) if spec.kind == "kernel_regression" and model.scale else model
 
 
-def symmetric_labels(alpha: Tensor) -> Tensor:
+def _symmetric_labels(alpha: Tensor) -> Tensor:
     """Searches one-hot labels Y (n, c) with which Y'α of `alpha` (n, c) is most symmetric."""
     # Each change of a label is the one that helps most. With two classes and many rows symmetry is
     # a single equation, and the search may end with wrong labels.
@@ -280,7 +280,7 @@ class KernelPosterior:
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
         """Estimates the posterior mean (d + c,) from `samples` draws; `maxima` is not used."""
         prior = class_prior(self.matched.others, self._dimension, self.learned)
-        row = posterior_mean(self.matched, prior, self.alpha, samples, rng)
+        row = _posterior_mean(self.matched, prior, self.alpha, samples, rng)
         return self.scale_rows(torch.cat([row, self._classes()])[None])[0]
 
     @property
@@ -362,7 +362,7 @@ def class_prior(others: Tensor, dimension: int, learned: bool) -> ClassPrior:
     )
 
 
-def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
+def _derive_equations(matched: Matched, row: Tensor) -> Equations | None:
     """Derives values K(x_j, x) from α̃ for x near `row` (d,); None where α̃ tells none."""
     model, (m, d) = matched.model, (len(matched.others), len(row))
     # Coefficients are of one client's rows; without draws α̃ is Y / λ and tells nothing of K.
@@ -396,7 +396,7 @@ def derive_equations(matched: Matched, row: Tensor) -> Equations | None:
     )
 
 
-def posterior_mean(
+def _posterior_mean(
     matched: Matched, prior: ClassPrior, alpha: bool, samples: int, generator: torch.Generator
 ) -> Tensor:
     """Estimates the missing row's features (d,), the mean of their posterior.
@@ -415,7 +415,7 @@ def posterior_mean(
     # The variances start at the Laplace noise's own, 2 b².
     noise = torch.full_like(released, model.variance())
     row = torch.linalg.solve(precision + (1 / noise).diag(), pull + released / noise)
-    exact = derive_equations(matched, row) if alpha else None
+    exact = _derive_equations(matched, row) if alpha else None
     total = torch.zeros_like(released)
     burn_in = max(20, samples // 5)
     for draw in range(burn_in + samples):

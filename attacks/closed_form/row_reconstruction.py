@@ -113,7 +113,7 @@ _WIDER = 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowPosterior:
+class _RowPosterior:
     """The posterior of the missing row, of d features and the target, before clients scale it."""
 
     likelihood: ReleaseLikelihood
@@ -216,10 +216,10 @@ class _Part:
 
 
 @dataclass(kw_only=True)
-class RowSearch(AttackState):
+class _RowSearch(AttackState):
     """The best rows so far, and the starts of further searches."""
 
-    posterior: RowPosterior | KernelPosterior
+    posterior: _RowPosterior | KernelPosterior
     starts: list[Tensor]
     """(d + 1,) each, rows before they are scaled to the bound."""
     candidates: list[tuple[Tensor, Tensor]]
@@ -228,7 +228,7 @@ class RowSearch(AttackState):
 
 
 @final
-class RowReconstruction(Attack[RowSearch]):
+class RowReconstruction(Attack[_RowSearch]):
     """Estimates the missing row from the release and all other rows: the mean of its posterior."""
 
     on_processor: ClassVar[bool] = True
@@ -254,13 +254,13 @@ class RowReconstruction(Attack[RowSearch]):
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> RowSearch:
+    ) -> _RowSearch:
         """Chooses the likeliest of closed-form estimates as starts; of a kernel regression none."""
         if observation.payload in KERNELS:
             return self._match(observation, knowledge, rng)
         known = release_likelihood(observation, knowledge)
         expected = prior(observation.release, knowledge, self.prior == "others")
-        posterior = RowPosterior(likelihood=known, prior=expected)
+        posterior = _RowPosterior(likelihood=known, prior=expected)
         estimates = (expected.mean, *_estimates(known, expected))
         starts = [each.nan_to_num().clamp(expected.low, expected.high) for each in estimates]
         if expected.targets:  # each row with each class as its target
@@ -271,7 +271,7 @@ class RowReconstruction(Attack[RowSearch]):
             ]
         losses = posterior.loss(torch.stack(starts))
         starts = [starts[i] for i in losses.argsort()[: self.starts].tolist()]
-        return RowSearch(
+        return _RowSearch(
             posterior=posterior,
             starts=starts,
             candidates=[(losses.min(), starts[0])],
@@ -279,9 +279,9 @@ class RowReconstruction(Attack[RowSearch]):
             loss=losses.min(),
         )
 
-    def step(self, state: RowSearch) -> RowSearch:
+    def step(self, state: _RowSearch) -> _RowSearch:
         """Searches from the next start."""
-        assert isinstance(state.posterior, RowPosterior)
+        assert isinstance(state.posterior, _RowPosterior)
         row = self._search(state.posterior, state.starts[state.iteration])
         loss = state.posterior.loss(row[None])[0]
         candidates = sorted([*state.candidates, (loss, row)], key=lambda entry: float(entry[0]))
@@ -289,11 +289,11 @@ class RowReconstruction(Attack[RowSearch]):
             state, candidates=candidates, loss=candidates[0][0], iteration=state.iteration + 1
         )
 
-    def terminate(self, state: RowSearch) -> bool:
+    def terminate(self, state: _RowSearch) -> bool:
         """Says whether all starts have been searched from."""
         return state.iteration >= len(state.starts)
 
-    def postprocess(self, state: RowSearch) -> Reconstruction:
+    def postprocess(self, state: _RowSearch) -> Reconstruction:
         """Returns the estimated row, scaled to the norm's bound and cut to [-1, 1], as `rows`."""
         posterior, maxima = state.posterior, [row for _, row in state.candidates]
         row = posterior.scale_rows(maxima[0][None])
@@ -309,7 +309,7 @@ class RowReconstruction(Attack[RowSearch]):
 
     def _match(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> RowSearch:
+    ) -> _RowSearch:
         """Matches released rows with the known ones; of the last one nothing is searched."""
         known = known_rows(knowledge)
         model = read_model(observation, known)
@@ -320,11 +320,11 @@ class RowReconstruction(Attack[RowSearch]):
         )
         row = posterior.released_row()
         loss = -row.new_tensor(posterior.matched.likelihood)
-        return RowSearch(
+        return _RowSearch(
             posterior=posterior, starts=[], candidates=[(loss, row)], rng=rng, loss=loss
         )
 
-    def _search(self, posterior: RowPosterior, start: Tensor) -> Tensor:
+    def _search(self, posterior: _RowPosterior, start: Tensor) -> Tensor:
         """Searches the nearest maximum of the posterior within the ranges, at the start's class."""
         # Entries that leave their range are set to its end, and the others searched again.
         row, free = start, posterior.free
@@ -337,7 +337,7 @@ class RowReconstruction(Attack[RowSearch]):
             free &= ~outside
         return row
 
-    def _maximize(self, posterior: RowPosterior, start: Tensor, places: Tensor) -> Tensor:
+    def _maximize(self, posterior: _RowPosterior, start: Tensor, places: Tensor) -> Tensor:
         """Maximizes the posterior over the entries `places` of `start`."""
         from scipy.optimize import minimize
 

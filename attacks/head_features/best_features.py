@@ -43,7 +43,7 @@ _TOLERANCES = ((1e-5, 1e-3), (1e-3, 3e-2))
 
 
 @dataclass(kw_only=True)
-class Best(FeatureSolver):
+class _Best(FeatureSolver):
     """Runs the solver that suits the observation, and keeps the peeling if that explains more."""
 
     solver: FeatureSolver | None
@@ -73,7 +73,7 @@ class Best(FeatureSolver):
 
 
 @final
-class BestFeatures(FeatureAttack[Best]):
+class BestFeatures(FeatureAttack[_Best]):
     """Peels off what is exact, fits the rest, and keeps what reproduces the observation best."""
 
     paper: ClassVar[str] = (
@@ -87,24 +87,24 @@ class BestFeatures(FeatureAttack[Best]):
     trials: Annotated[int, Field(ge=1)] = 16
     """Trials of the unrolling."""
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Best:
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> _Best:
         """Peels features where rows can be exact, and chooses the solver for the remaining ones."""
         head = HeadGradient.read(observation)
         peeling = _peel(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss
         if peeling is not None and (float(loss) <= _EXACT or head.dropout):
             # Under dropout its rows are as exact, and ∂L/∂A shows nothing more.
-            return Best(loss=loss, solver=None, peeling=peeling)
+            return _Best(loss=loss, solver=None, peeling=peeling)
         solver: FeatureSolver
         # Over several steps each image has several features, of which unrolling wants the first.
         if head.steps > 1 and head.exact:
             solver = UnrolledSolver.start(head, self.iterations, self.trials, rng)
-            return Best(loss=loss, solver=solver, peeling=None)
+            return _Best(loss=loss, solver=solver, peeling=None)
         if _joint_fit.joint_fit_applies(head):
             solver = JointSolver.start(head, self.starts, self.total(), rng)
         else:
             solver = self._fit(head, peeling, rng)
-        return Best(loss=loss, solver=solver, peeling=peeling)
+        return _Best(loss=loss, solver=solver, peeling=peeling)
 
     def total(self) -> int:
         """Returns the number of iterations of the fit, for progress."""

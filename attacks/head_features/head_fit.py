@@ -4,7 +4,7 @@ The best D for given features X is in closed form (`Objective`). The fit descend
 variables that curve alike, of a subset of the neurons until the last iterations. Where it leaves
 more unexplained than noise can account for, it splits features to leave the local minimum.
 
-What pruning has left of ∂L/∂W corrects near features (`fit_rows`): ∂L/∂w_j = Σ_i s_ij σ'(w_j'x_i +
+What pruning has left of ∂L/∂W corrects near features (`_fit_rows`): ∂L/∂w_j = Σ_i s_ij σ'(w_j'x_i +
 b_j) x_i is linear in them once the signals s = A'D and the neurons that each image activates are
 known. Rows of neurons near their threshold are left out, and entries that do not fit count little
 (reweighted least squares: Holland and Welsch, Communications in Statistics 6, 1977).
@@ -76,7 +76,7 @@ _OUTLIER = 2.0  # residual, in units of the mean one, at which an entry counts h
 _ROW_RIDGE = 1e-5  # ridge towards the present features, over the mean diagonal of the Gram matrix
 
 
-def rows_unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> float:
+def _rows_unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> float:
     """Computes the share of the energy of ∂L/∂W's kept entries that is not explained.
 
     Explained is what `features` (N, d), in their true lengths, and `errors` D (K, N) imply.
@@ -86,7 +86,7 @@ def rows_unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> fl
     return float(missed.square().sum() / head.grad_hidden.square().sum())
 
 
-def fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
+def _fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
     """Corrects near `features` (N, d), in true lengths with `errors` D (K, N), by rows of ∂L/∂W."""
     signals, sure = _row_signals(head, features, errors)
     n = len(features)
@@ -131,7 +131,7 @@ _STEPS = 10  # iterations for that one: the axis of a split need not be exact
 _ANGLES = (0.15, 0.3, 0.5)  # distances by which halves of a feature are set apart, in units of it
 
 
-def propose_splits(objective: Objective, features: Tensor) -> Iterator[Tensor]:
+def _propose_splits(objective: Objective, features: Tensor) -> Iterator[Tensor]:
     """Yields `features` (n, d) with one removed and another split in two, the likeliest first."""
     for rest in _list_reductions(objective, features):
         bends = sorted(_bends(objective, rest), key=lambda bend: bend[0], reverse=True)
@@ -239,7 +239,7 @@ class OutputFit:
     """Whether the last iterations gained little."""
     splits_failed: bool = False
     before_rows: tuple[float, Tensor, Tensor] | None = None
-    """`rows_unexplained`, features and loss before the last fit of the rows; None before any."""
+    """`_rows_unexplained`, features and loss before the last fit of the rows; None before any."""
 
     @classmethod
     def start(
@@ -341,14 +341,14 @@ class OutputFit:
         errors = self.objective(self.features).errors
         factors = find_norms(self.head, self.features, errors)[0]
         features, errors = self.features * factors[:, None], errors / factors
-        missed = rows_unexplained(self.head, features, errors)
+        missed = _rows_unexplained(self.head, features, errors)
         # The last fit of the rows gained too little: back to the features before it.
         if self.before_rows is not None and missed > _ROWS_GAIN * self.before_rows[0]:
             _, self.features, self.loss = self.before_rows
             self.descent, self.fits_rows = None, False
             return 0
         self.before_rows = missed, self.features, self.loss
-        self.descent = _ScaledDescent(self.objective, fit_rows(self.head, features, errors))
+        self.descent = _ScaledDescent(self.objective, _fit_rows(self.head, features, errors))
         for _ in range(_RUNS_BETWEEN):  # more would lose what the rows have corrected
             self.features, self.loss = self.descent.run()
         return _RUNS_BETWEEN * ITERATIONS
@@ -357,7 +357,7 @@ class OutputFit:
         """Tries splits until one gains, or gives them up; returns the iterations that it took."""
         spent, floor = 0, self.noise_floor
         most = budget if self.all_neurons else min(budget, _FEW * ITERATIONS)
-        for proposal in propose_splits(self.subset, self.features):
+        for proposal in _propose_splits(self.subset, self.features):
             if most - spent < ITERATIONS:
                 break
             descent = _ScaledDescent(self.objective, proposal)

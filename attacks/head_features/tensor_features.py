@@ -43,7 +43,7 @@ def second_moment(g: Tensor, w: Tensor) -> Tensor:
     return moment - g.mean() * torch.eye(w.shape[1]).to(w)
 
 
-def third_along(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
+def _third_along(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
     """Computes (1/m) Σ_j g_j H_3(w_j)(I, I, a), (d, d), of `g` (m,), `w` (m, d), unit `a` (d,)."""
     along = w @ a
     moment = w.T @ ((g * along)[:, None] * w) / len(w)
@@ -53,14 +53,14 @@ def third_along(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
     return moment - (g * along).mean() * torch.eye(w.shape[1]).to(w) - cross - cross.T
 
 
-def third_moment(g: Tensor, y: Tensor) -> Tensor:
+def _third_moment(g: Tensor, y: Tensor) -> Tensor:
     """Computes (1/m) Σ_j g_j H_3(y_j), (r, r, r), from values `g` (m,) and `y` (m, r)."""
     mean = (g[:, None] * y).mean(0)
     eye = torch.eye(y.shape[1]).to(y)
     return _cubes(g, y) - _placings(torch.einsum("i,jk->ijk", mean, eye))
 
 
-def fourth_along(g: Tensor, y: Tensor, a: Tensor) -> Tensor:
+def _fourth_along(g: Tensor, y: Tensor, a: Tensor) -> Tensor:
     """Computes (1/m) Σ_j g_j H_4(y_j)(I, I, I, a), (r, r, r), of `g` (m,), `y` (m, r), unit `a`."""
     along = g * (y @ a)
     mean = (along[:, None] * y).mean(0)
@@ -93,7 +93,7 @@ _TOLERANCE = 1e-12  # change of the relative error in a round at which the round
 _RIDGE = 1e-14  # ridge of the least squares, which equal columns make singular
 
 
-def find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def _find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Finds unit u_c, rows (r, r), with T_ijs ≈ Σ_c u_ci u_cj z_cs, and the relative residual.
 
     The slices T[:, :, k] of T (r, r, s) are symmetric. Order and signs are arbitrary. Starts
@@ -201,14 +201,14 @@ class TensorFeatures(DirectAttack):
         head = HeadGradient.read(observation)
         estimates, residual = self._decompose(head, rng)
         if self.refine:
-            estimates, residual = refine_features(head, estimates.float())
+            estimates, residual = _refine_features(head, estimates.float())
         if self.oracle:
             assert knowledge.true_features is not None
-            estimates = order_greedily(estimates, knowledge.true_features.to(estimates))
+            estimates = _order_greedily(estimates, knowledge.true_features.to(estimates))
         return Reconstruction(features=estimates.float(), loss=float(residual), iterations=0)
 
     def _decompose(self, head: HeadGradient, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Finds unit features (N, d), and the residual of `find_components`; 0 for one image."""
+        """Finds unit features (N, d), and the residual of `_find_components`; 0 for one image."""
         if not head.config.planted:
             raise AttackFailed(
                 "moments need Gaussian weights: let the server plant neurons (`head: {width: ..., "
@@ -217,7 +217,7 @@ class TensorFeatures(DirectAttack):
         # Stein's lemma is for standard normal weights.
         w = head.hidden[head.planted].double() / head.config.planted_std
         outer = (
-            head.grad_output[:, head.planted] if self.rows == "all" else combine_rows(head)[None]
+            head.grad_output[:, head.planted] if self.rows == "all" else _combine_rows(head)[None]
         )
         outer = outer.double()
         if self.variance_reduction:
@@ -226,18 +226,18 @@ class TensorFeatures(DirectAttack):
             fit = torch.linalg.lstsq(design.T @ design, design.T @ outer.T).solution
             outer = outer - (design @ fit).T
         if self.rows == "all":
-            outer = independent_rows(outer, head.rank, head.noise)
+            outer = _independent_rows(outer, head.rank, head.noise)
         back = torch.eye(w.shape[1]).to(w)
         if self.whiten:
-            back = inverse_root(w.T @ w / len(w))
+            back = _inverse_root(w.T @ w / len(w))
             w = w @ back
-        moments = derivative_moments(head.config.activation)
+        moments = _derivative_moments(head.config.activation)
         # k_2 = E[σ''] is 0 for odd activations: then the third moment, along some a, has the span.
         by_second = abs(moments[2]) > _NEGLIGIBLE
         if self.contraction != "auto":
             by_second = self.contraction == "second"
         a = F.normalize(torch.randn(w.shape[1], generator=rng, dtype=w.dtype), dim=0).to(w)
-        matrices = [second_moment(g, w) if by_second else third_along(g, w, a) for g in outer]
+        matrices = [second_moment(g, w) if by_second else _third_along(g, w, a) for g in outer]
         basis = power_method(matrices, head.rank, self.iterations, rng)
         if head.rank == 1:
             return _choose_signs(F.normalize(basis.T @ back, dim=1), head), torch.zeros(())
@@ -245,16 +245,16 @@ class TensorFeatures(DirectAttack):
         inside = F.normalize(torch.randn(head.rank, generator=rng, dtype=w.dtype), dim=0).to(w)
         # k_3 = E[σ'''] is 0 for ReLU: then the fourth moment along some a stands for the third.
         by_third = abs(moments[3]) > _NEGLIGIBLE
-        slices = [third_moment(g, y) if by_third else fourth_along(g, y, inside) for g in outer]
+        slices = [_third_moment(g, y) if by_third else _fourth_along(g, y, inside) for g in outer]
         if self.rows == "all":
             # All slices are sums of the same u_i u_i': the rows' matrices tell images of different
             # labels apart, and their third moments those of one label.
             slices += [(basis.T @ matrix @ basis)[:, :, None] for matrix in matrices]
-        directions, residual = find_components(torch.cat(slices, 2), rng)
+        directions, residual = _find_components(torch.cat(slices, 2), rng)
         return _choose_signs(F.normalize(directions @ basis.T @ back, dim=1), head), residual
 
 
-def refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
+def _refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
     """Descends from unit `directions` (N, d) to features (N, d) that explain ∂L/∂A best.
 
     Returns them, or `directions` if none explain more, and the share that they leave (0-d).
@@ -297,7 +297,7 @@ def _factors(head: HeadGradient, features: Tensor) -> Tensor:
     return inverse.clamp_min(least).reciprocal().to(features.dtype)
 
 
-def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
+def _independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
     """Finds orthogonal rows (q, m) of mean square 1 in the span of `outer` (K, m), q <= `rank`.
 
     Rows that noise of variance `noise` an entry could explain are left out, but one remains.
@@ -312,7 +312,7 @@ def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
     return span[: max(1, min(rank, kept))] * math.sqrt(outer.shape[1])
 
 
-def inverse_root(covariance: Tensor) -> Tensor:
+def _inverse_root(covariance: Tensor) -> Tensor:
     """Computes C^(-1/2) of a symmetric C (d, d), without eigenvalues below 0.1 % of the largest."""
     values: Tensor
     vectors: Tensor
@@ -321,7 +321,7 @@ def inverse_root(covariance: Tensor) -> Tensor:
     return vectors[:, inside] * values[inside].rsqrt() @ vectors[:, inside].T
 
 
-def order_greedily(estimates: Tensor, truth: Tensor) -> Tensor:
+def _order_greedily(estimates: Tensor, truth: Tensor) -> Tensor:
     """Gives `estimates` (r, d), r <= N, the order and signs of `truth` (N, d); the rest are 0."""
     # Each goes to the free true feature of largest |cosine| (Liu et al., Appendix D).
     cosines = F.normalize(estimates, dim=1) @ F.normalize(truth, dim=1).T
@@ -334,7 +334,7 @@ def order_greedily(estimates: Tensor, truth: Tensor) -> Tensor:
     return ordered
 
 
-def combine_rows(head: HeadGradient) -> Tensor:
+def _combine_rows(head: HeadGradient) -> Tensor:
     """Sums rows of ∂L/∂A to g_j = Σ_k c_k ∂L/∂a_kj, (v,), of the v planted neurons."""
     # The c keep p's part of r_i = Σ_k c_k (p_ki - y_ki) nearly constant. With A's rows in two
     # groups, c adds a class of each: p_1 + p_2 is 2 / K for even K and near it for odd K (Appendix
@@ -347,7 +347,7 @@ def combine_rows(head: HeadGradient) -> Tensor:
     return outer[0] + outer[(classes + 1) // 2]
 
 
-def derivative_moments(name: Activation) -> dict[int, float]:
+def _derivative_moments(name: Activation) -> dict[int, float]:
     """Computes {p: E[σ^(p)(z)]} of activation σ for p = 2, 3, 4 and standard normal z."""
     # Quadrature of E[σ(z) He_p(z)]: beyond 12 standard deviations the density is below 1e-31.
     z = torch.linspace(-12, 12, 48001, dtype=torch.float64)

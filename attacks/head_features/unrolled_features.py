@@ -129,7 +129,7 @@ class UnrolledSolver(FeatureSolver):
             self.static = True
             return
         if fitted.loss.sqrt() < _NEARLY_STATIC:
-            self.common = select_explained(self.head, fitted.features, self.fit.errors)[0]
+            self.common = _select_explained(self.head, fitted.features, self.fit.errors)[0]
         # One feature an image is the mean of its steps': each starts there, apart by chance.
         copies = fitted.features.repeat(self.head.steps, 1)
         self.fit, self.has_steps = self._perturb(copies, _SPREAD), True
@@ -147,11 +147,11 @@ class UnrolledSolver(FeatureSolver):
         """Keeps the trial's features if the first head explains them better, and hops on."""
         fitted, errors = self.fit.attempt, self.fit.errors
         # A step's error signal enters the mean gradient by its share alone.
-        features, loss = select_explained(
+        features, loss = _select_explained(
             self.head, fitted.features, errors / self.head.first_share
         )
         if self.static:  # errors may have stayed, or have vanished after the first step
-            same, misfit = select_explained(self.head, fitted.features, errors)
+            same, misfit = _select_explained(self.head, fitted.features, errors)
             features, loss = same if misfit < loss else features, fitted.loss.sqrt()
         if loss < self.loss:
             self.first_step, self.loss = features, loss
@@ -163,7 +163,9 @@ class UnrolledSolver(FeatureSolver):
         self.ended += 1
 
 
-def select_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+def _select_explained(
+    head: HeadGradient, features: Tensor, errors: Tensor
+) -> tuple[Tensor, Tensor]:
     """Selects the N of `features` (n, d) whose `errors` D (K, n) the head explains best.
 
     Returns them (N, d) in their true lengths, and the worst one's relative residual (0-d), which is
@@ -173,12 +175,12 @@ def select_explained(head: HeadGradient, features: Tensor, errors: Tensor) -> tu
     length = factors * torch.linalg.vector_norm(features, dim=1)
     # An error signal of one label alone is explained by almost any feature that is long enough, and
     # one of a doubtful head by any that is short enough.
-    misfit = misfit + mark_implausible(length, misfit, head.num_images)
+    misfit = misfit + _mark_implausible(length, misfit, head.num_images)
     order = _distinct_first(features, errors, misfit)[: head.num_images]
     return features[order] * factors[order, None], misfit[order].max().sqrt()
 
 
-def mark_implausible(length: Tensor, misfit: Tensor, count: int) -> Tensor:
+def _mark_implausible(length: Tensor, misfit: Tensor, count: int) -> Tensor:
     """Returns 1 for features of implausible `length` (n,) and 0 for the others, (n,).
 
     The `count` of least `misfit` (n,) whose lengths are alike set the standard.

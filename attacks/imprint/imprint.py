@@ -54,7 +54,7 @@ class ImprintAttack(DirectAttack):
                 "nothing is left of the imprint module's gradient: lower model.imprint.scale, or "
                 "remove less of the update"
             )
-        segmentation = segment(rows, min(observation.num_images, len(rows)))
+        segmentation = _segment(rows, min(observation.num_images, len(rows)))
         jumps = _clear_jumps(rows, segmentation, drifting=observation.training.steps > 1)
         if not len(jumps):
             raise AttackFailed(
@@ -72,7 +72,7 @@ class ImprintAttack(DirectAttack):
         return Reconstruction(images=pixels, loss=loss, iterations=0)
 
 
-def _clear_jumps(rows: Tensor, segmentation: Segmentation, drifting: bool) -> Tensor:
+def _clear_jumps(rows: Tensor, segmentation: _Segmentation, drifting: bool) -> Tensor:
     """Computes differences of consecutive pieces of `rows` (k, m), without noise and rounding."""
     if drifting:
         # Rows drift within a piece: only the two that meet at its end are compared.
@@ -90,7 +90,7 @@ def _clear_jumps(rows: Tensor, segmentation: Segmentation, drifting: bool) -> Te
     return jumps[(jumps.square().sum(1) > least) & (jumps[:, -1] != 0)]
 
 
-class Segmentation(NamedTuple):
+class _Segmentation(NamedTuple):
     """Pieces of rows that are taken to be equal, followed by one that is taken to be zero."""
 
     ends: list[int]
@@ -105,7 +105,7 @@ class Segmentation(NamedTuple):
         return torch.stack([*pieces, torch.zeros_like(rows[0])])
 
 
-def segment(rows: Tensor, pieces: int) -> Segmentation:
+def _segment(rows: Tensor, pieces: int) -> _Segmentation:
     """Finds the segmentation of `rows` (k, m) into `pieces` <= k with the least residual."""
     # Dynamic programming over the end of the last piece (Bellman, On the approximation of curves by
     # line segments using dynamic programming, CACM 1961): k² pieces operations.
@@ -128,4 +128,4 @@ def segment(rows: Tensor, pieces: int) -> Segmentation:
     # Back from the last piece: each start is the end of the piece before.
     for start in reversed(came):
         ends.append(int(start[ends[-1]]))
-    return Segmentation(ends[::-1], total.min())
+    return _Segmentation(ends[::-1], total.min())

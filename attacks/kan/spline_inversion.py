@@ -47,7 +47,7 @@ _ROUNDING = 1e-9  # least noise that is assumed, in units of the gradient's root
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplineGradient:
+class _SplineGradient:
     """The mean gradient of a KAN's first layer, in the units of equation (1)."""
 
     tensor: Tensor
@@ -59,7 +59,7 @@ class SplineGradient:
     model: Classifier
 
     @staticmethod
-    def read(observation: Observation) -> SplineGradient:
+    def read(observation: Observation) -> _SplineGradient:
         """Reads the gradient off an observation, and measures its noise."""
         # Sums over k are the same at all entries j of an image: their differences are noise.
         if observation.model.name != "kan":
@@ -88,7 +88,7 @@ class SplineGradient:
         freedom = differences.numel() - len(differences)
         variance = float(differences.square().sum()) / max(1, freedom)
         rounding = _ROUNDING * float(tensor.square().mean().sqrt())
-        return SplineGradient(
+        return _SplineGradient(
             tensor=tensor,
             # A sum of K entries has K times the variance of one.
             noise=max(rounding, math.sqrt(variance / functions)),
@@ -120,7 +120,7 @@ class SplineGradient:
         return torch.stack(slopes, 1)
 
 
-def abscissae(degree: int, intervals: int) -> Tensor:
+def _abscissae(degree: int, intervals: int) -> Tensor:
     """Computes ξ (intervals + degree,) float64 with u = Σ_k ξ_k b_k(u) for u in [-1, 1]."""
     middle = torch.arange(intervals + degree, dtype=torch.float64) - (degree - 1) / 2
     return 2 * middle / intervals - 1
@@ -131,7 +131,7 @@ _VANISHING = 1e-10  # singular value over the largest, up to which it counts as 
 _PAIRS = 10  # random pairs of members that are diagonalized; the best conditioned counts
 
 
-def quadrics(degree: int, intervals: int) -> Tensor:
+def _quadrics(degree: int, intervals: int) -> Tensor:
     """Finds all symmetric Q (q, K, K) with b(u)' Q b(u) = 0 for all u, orthonormal."""
     u = torch.linspace(-1, 1, _SAMPLES * intervals + 1, dtype=torch.float64)
     basis = spline_basis(u, degree, intervals)
@@ -142,7 +142,7 @@ def quadrics(degree: int, intervals: int) -> Tensor:
     return unpack(directions[rank:], basis.shape[1])
 
 
-def unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
+def _unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
     """Finds the N members of the space `span` (N, d, K) on which `forms` (q, K, K) vanish.
 
     They are scaled to Σ_k b_k = 1 on average, in no particular order; q may be 0 only if N is 1.
@@ -184,7 +184,7 @@ _FAINTEST = 1e-12  # least prior variance of error signals, over that of the noi
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplinePixels:
+class _SplinePixels:
     """Map between d pixels of an image and splines' points u = tanh((pixel - center) / scale)."""
 
     center: Tensor
@@ -193,14 +193,14 @@ class SplinePixels:
     """(d,): standard deviation of the public normalization at each entry."""
 
     @staticmethod
-    def read(spec: ModelSpec, like: Tensor) -> SplinePixels:
+    def read(spec: ModelSpec, like: Tensor) -> _SplinePixels:
         """Derives center and scale from the public normalization, typed as `like`."""
         repeat = math.prod(spec.input_shape[1:])
         center, scale = (
             torch.tensor(values).to(like).repeat_interleave(repeat)
             for values in (spec.mean, spec.std)
         )
-        return SplinePixels(center=center, scale=scale)
+        return _SplinePixels(center=center, scale=scale)
 
     def squash(self, pixels: Tensor) -> Tensor:
         """Maps pixels (..., d) in [0, 1] to the splines' points u (..., d)."""
@@ -217,12 +217,12 @@ class SplinePixels:
 
 
 @dataclass(kw_only=True)
-class PixelPosterior(AttackState):
+class _PixelPosterior(AttackState):
     """The posterior of error signals and pixels, taken as independent of each other."""
 
-    gradient: SplineGradient
+    gradient: _SplineGradient
     spec: ModelSpec
-    pixels: SplinePixels
+    pixels: _SplinePixels
     mean: Tensor
     """(N, d): posterior means of pixels in [0, 1]."""
     deviation: Tensor
@@ -242,7 +242,7 @@ class PixelPosterior(AttackState):
 
 
 @final
-class SplineInversion(IterativeAttack[PixelPosterior]):
+class SplineInversion(IterativeAttack[_PixelPosterior]):
     """Reads a batch off the first layer of a KAN's update, in closed form.
 
     Without noise the images of a batch are exact, if they are no more than the hidden units, also
@@ -262,9 +262,9 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> PixelPosterior:
+    ) -> _PixelPosterior:
         """Unmixes the images of the batch, or raises AttackFailed where it cannot."""
-        gradient = SplineGradient.read(observation)
+        gradient = _SplineGradient.read(observation)
         count, spec = observation.num_images, observation.model
         hidden, entries, functions = gradient.tensor.shape
         if count > hidden:
@@ -273,7 +273,7 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
                 f"the gradients of {number_of(hidden, 'hidden unit')}: observe batches of at most "
                 "model.hidden images"
             )
-        forms = quadrics(gradient.degree, gradient.intervals).to(gradient.tensor)
+        forms = _quadrics(gradient.degree, gradient.intervals).to(gradient.tensor)
         if count > 1 and not len(forms):
             raise AttackFailed(
                 "a sum of two bases of one interval and degree 1 is such a basis, too: raise "
@@ -281,17 +281,17 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
             )
         # Equation (1): images' bases span the row space; noise leaves the strongest directions.
         _, _, rows = torch.linalg.svd(gradient.tensor.flatten(1), full_matrices=False)
-        bases = unmix(rows[:count].view(count, entries, functions), forms, rng)
-        knots = abscissae(gradient.degree, gradient.intervals).to(bases)
+        bases = _unmix(rows[:count].view(count, entries, functions), forms, rng)
+        knots = _abscissae(gradient.degree, gradient.intervals).to(bases)
         u = torch.nan_to_num(bases @ knots).clamp(-1, 1)
-        pixels = SplinePixels.read(spec, u)
+        pixels = _SplinePixels.read(spec, u)
         mean = pixels.unsquash(u)
         # What noise makes of a linear form of a row of the pseudo-inverse times the gradient.
         weights = torch.linalg.pinv(
             gradient.tensor.flatten(1) @ torch.linalg.pinv(bases.flatten(1))
         )
         spread = gradient.noise * weights.norm(dim=1) * knots.norm()
-        state = PixelPosterior(
+        state = _PixelPosterior(
             loss=torch.full((), torch.inf).to(mean),
             gradient=gradient,
             spec=spec,
@@ -310,7 +310,7 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
         _update_errors(state)
         return state
 
-    def step(self, state: PixelPosterior) -> PixelPosterior:
+    def step(self, state: _PixelPosterior) -> _PixelPosterior:
         """Updates the pixels of one image after the other, and then the error signals."""
         gradient = state.gradient
         before = state.mean.clone()
@@ -331,11 +331,11 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
         state.iteration += 1
         return state
 
-    def terminate(self, state: PixelPosterior) -> bool:
+    def terminate(self, state: _PixelPosterior) -> bool:
         """Says whether `iterations` are over, or no pixel changed by 1e-6 in the last."""
         return state.iteration >= self.iterations or bool(state.largest_change < _SETTLED)
 
-    def postprocess(self, state: PixelPosterior) -> Reconstruction:
+    def postprocess(self, state: _PixelPosterior) -> Reconstruction:
         """Returns mean images, and the labels whose error signals are most like theirs."""
         images = state.mean.view(-1, *state.spec.input_shape)
         signals = state.gradient.error_signals(normalize(images, state.spec))
@@ -349,7 +349,7 @@ class SplineInversion(IterativeAttack[PixelPosterior]):
 
 
 def _update_pixels(
-    state: PixelPosterior, image: int, target: Tensor | None, precision: float
+    state: _PixelPosterior, image: int, target: Tensor | None, precision: float
 ) -> None:
     """Updates the posterior of an image's pixels and bases by `precision` / 2 |b - target|²."""
     # Without a `target` (d, K) the present mean and deviation stand for it.
@@ -373,7 +373,7 @@ def _update_pixels(
     state.power[image] = (weight * bases.square().sum(2)).sum(1)
 
 
-def _update_errors(state: PixelPosterior) -> None:
+def _update_errors(state: _PixelPosterior) -> None:
     """Updates δ given the bases, and its prior variance (by maximizing the evidence)."""
     noise = state.gradient.noise**2
     gram = torch.einsum("njk,ljk->nl", state.basis, state.basis)

@@ -33,7 +33,7 @@ from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, trace_layers
 
 
 @dataclass(kw_only=True)
-class Unmixing(AttackState):
+class _Unmixing(AttackState):
     """The unmixing matrix and what it unmixes."""
 
     observation: Observation
@@ -52,7 +52,7 @@ class Unmixing(AttackState):
 
 
 @final
-class CocktailParty(IterativeAttack[Unmixing]):
+class CocktailParty(IterativeAttack[_Unmixing]):
     """Unmixes the inputs of a fully connected layer by independent component analysis.
 
     The layer is the first whose inputs are the image; else the first from which all features
@@ -83,7 +83,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Unmixing:
+    ) -> _Unmixing:
         """Whitens the layer's gradient, and starts at a random unmixing matrix."""
         layers = [layer for layer in trace_layers(observation) if layer.features is not None]
         layers = [layer for layer in layers if layer.bias is not None or layer.scale_free]
@@ -101,7 +101,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
         whitening = scaled[:, None] * directions.T
         start = torch.randn(space.rank, space.rank, generator=rng, dtype=torch.float64)
         matrix = start.to(values).requires_grad_()
-        return Unmixing(
+        return _Unmixing(
             loss=torch.full((), torch.inf),
             observation=observation,
             layer=layer,
@@ -117,11 +117,11 @@ class CocktailParty(IterativeAttack[Unmixing]):
         """Returns the number of steps of unmixing and of inverting embeddings, for progress."""
         return self.iterations + self.image_iterations
 
-    def terminate(self, state: Unmixing) -> bool:
+    def terminate(self, state: _Unmixing) -> bool:
         """Says whether unmixing and, if needed, inverting embeddings are done."""
         return state.iteration >= (self.iterations if state.layer.pixels else self.total())
 
-    def step(self, state: Unmixing) -> Unmixing:
+    def step(self, state: _Unmixing) -> _Unmixing:
         """Takes a step of Adam: of the matrix and, once this is found, of the pixels."""
         if state.iteration >= self.iterations:
             return self._invert(state)
@@ -153,7 +153,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
         state.iteration += 1
         return state
 
-    def _invert(self, state: Unmixing) -> Unmixing:
+    def _invert(self, state: _Unmixing) -> _Unmixing:
         """Takes a step of the pixels towards the features; the loss stays that of the unmixing."""
         if state.inversion is None:
             features = self._unmix(state).features
@@ -176,7 +176,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
         state.iteration += 1
         return state
 
-    def postprocess(self, state: Unmixing) -> Reconstruction:
+    def postprocess(self, state: _Unmixing) -> Reconstruction:
         """Returns features, and images if the layer is the first or embeddings were inverted."""
         found = self._unmix(state)
         if state.inversion is None:
@@ -184,7 +184,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
         pixels = denormalize(state.inversion[0].draw().detach(), state.observation.model)
         return replace(found, images=pixels.clamp(0, 1))
 
-    def _unmix(self, state: Unmixing) -> Reconstruction:
+    def _unmix(self, state: _Unmixing) -> Reconstruction:
         layer, count = state.layer, state.observation.num_images
         with torch.no_grad():
             rows = F.normalize(state.matrix, dim=1)

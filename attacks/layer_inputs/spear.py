@@ -39,7 +39,7 @@ _PRECISELY_SAME, _ROUGHLY_SAME = 1e-5, 1e-3
 """Sine up to which two combinations are the same: when they are precise, and before."""
 
 
-def sample_kernels(
+def _sample_kernels(
     space: RowSpace, number: int, sparsity: float, generator: torch.Generator
 ) -> Tensor:
     """Draws `number` sets of r - 1 neurons; returns sparse combinations (c, r) in their kernels.
@@ -54,10 +54,10 @@ def sample_kernels(
     return _sharpen_kernels(space, kernels[enough], sparsity)
 
 
-def descend_kernels(
+def _descend_kernels(
     space: RowSpace, number: int, sparsity: float, generator: torch.Generator
 ) -> Tensor:
-    """Descends from kernels as `sample_kernels` draws them to sparse combinations (c, r)."""
+    """Descends from kernels as `_sample_kernels` draws them to sparse combinations (c, r)."""
     # Iteratively reweighted least squares, whose weights sharpen as it goes on (Chartrand and Yin,
     # Iteratively Reweighted Algorithms for Compressive Sensing, ICASSP 2008).
     unit, kernels = _draw_kernels(space, number, generator)
@@ -170,7 +170,7 @@ _COMPLETE = 0.999  # score from which on all neurons agree, but for some that ro
 
 
 @dataclass(kw_only=True)
-class SpearState(AttackState):
+class _SpearState(AttackState):
     """The combinations found so far, and the best selection among them."""
 
     observation: Observation
@@ -184,7 +184,7 @@ class SpearState(AttackState):
 
 
 @final
-class Spear(IterativeAttack[SpearState]):
+class Spear(IterativeAttack[_SpearState]):
     """Takes a layer's gradient apart by the zeros that ReLU leaves in error signals.
 
     The layer is the first linear one with a bias that ReLU follows. The number of draws needed
@@ -208,7 +208,7 @@ class Spear(IterativeAttack[SpearState]):
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> SpearState:
+    ) -> _SpearState:
         """Decomposes the gradient of the first linear layer with a bias that ReLU follows."""
         layers = [
             layer
@@ -218,22 +218,22 @@ class Spear(IterativeAttack[SpearState]):
         if not layers:
             raise AttackFailed("the model has no linear layer with a bias that ReLU follows")
         space = RowSpace.decompose(layers[0], observation.num_images)
-        return SpearState(
+        return _SpearState(
             loss=torch.ones(()),
             observation=observation,
             candidates=Candidates(layers[0], space),
             rng=rng,
         )
 
-    def step(self, state: SpearState) -> SpearState:
+    def step(self, state: _SpearState) -> _SpearState:
         """Draws sets of neurons, and selects anew if combinations have been found."""
         state.iteration += 1
         candidates = state.candidates
         number = _TOGETHER
         if self.search == "descent":
             number = _DESCENTS
-            candidates.add(descend_kernels(candidates.space, number, self.sparsity, state.rng))
-        found = sample_kernels(candidates.space, number, self.sparsity, state.rng)
+            candidates.add(_descend_kernels(candidates.space, number, self.sparsity, state.rng))
+        found = _sample_kernels(candidates.space, number, self.sparsity, state.rng)
         before = state.known
         candidates.add(found)
         state.known = len(candidates.combinations)
@@ -244,11 +244,11 @@ class Spear(IterativeAttack[SpearState]):
                 state.loss = torch.tensor(1 - state.score)
         return state
 
-    def terminate(self, state: SpearState) -> bool:
+    def terminate(self, state: _SpearState) -> bool:
         """Says whether the score is at least 0.999, or `iterations` steps are made."""
         return state.score >= _COMPLETE or super().terminate(state)
 
-    def postprocess(self, state: SpearState) -> Reconstruction:
+    def postprocess(self, state: _SpearState) -> Reconstruction:
         """Returns features, and labels and images where inputs tell them; means for the rest."""
         inputs = state.best
         if inputs is None:

@@ -24,7 +24,7 @@ from fedsim_attacks.membership._measures import ExampleGradients
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaussianFit:
+class _GaussianFit:
     """Holds a fit of the model to one vector."""
 
     scores: Tensor
@@ -37,7 +37,7 @@ class GaussianFit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InnerProducts:
+class _InnerProducts:
     """Holds what the model needs to know of the gradients and of the vector."""
 
     gram: Tensor
@@ -49,7 +49,7 @@ class InnerProducts:
     entries: int
     """P, the number of entries that are compared."""
 
-    def fit(self, mean: Tensor, variance: Tensor, noise: float, *, scored: bool) -> GaussianFit:
+    def fit(self, mean: Tensor, variance: Tensor, noise: float, *, scored: bool) -> _GaussianFit:
         """Fits a_i of prior `mean`, `variance` > 0 (n,) and `noise` s > 0; scores if `scored`."""
         # With D = diag(d) and M = I + D^(1/2) A D^(1/2) / s, whose size is n and not P, Woodbury's
         # identity gives both the likelihood and q = D^(1/2) G C^-1 x.
@@ -74,7 +74,7 @@ class InnerProducts:
             scores = torch.where(spread > 1e-12, solved / spread.clamp(min=1e-12).sqrt(), 0.0)
             # (M^-1)_ii = 1 / (1 + d_i g_i' C_i^-1 g_i), by the same identity.
             precisions = torch.where(spread > 1e-12, (1 / inverse - 1) / variance, 0.0)
-        return GaussianFit(
+        return _GaussianFit(
             scores=scores, precisions=precisions, log_likelihood=-(misfit + determinant) / 2
         )
 
@@ -137,7 +137,7 @@ def fit_presence(
     rows = gradients.of(inputs, labels)
     vector = gradients.vector(seen.update) * mean_gradient_factor(seen.training)
     # The fits below cost as much as examples have inner products, whatever the model's size.
-    products = InnerProducts(
+    products = _InnerProducts(
         gram=(rows @ rows.T).double(),
         inner=(rows @ vector).double(),
         energy=float(vector.double().square().sum()),
@@ -150,7 +150,7 @@ def fit_presence(
     # gradients leave the span of those that are computed here.
     one_step = seen.training.steps == 1
     chances = torch.as_tensor(chance, dtype=torch.float64).expand(asked)
-    best: tuple[float, tuple[InnerProducts, _Weights, float]] | None = None
+    best: tuple[float, tuple[_InnerProducts, _Weights, float]] | None = None
     for others in _OTHERS:
         weights = _expect_weights(seen, len(labels), others, chances)
         for drift in (_ROUNDING,) if one_step else _DRIFTS:
@@ -177,7 +177,7 @@ def _estimate_excess(scores: Tensor) -> float:
     return max(1.0, float(scores.abs().median() / 0.6745) ** 2)
 
 
-def _compute_evidence(fit: GaussianFit, weights: _Weights, excess: float) -> Tensor:
+def _compute_evidence(fit: _GaussianFit, weights: _Weights, excess: float) -> Tensor:
     """Returns log p(v | i takes part) - log p(v | it does not) for each example i."""
     # ∫ N(a; μ, τ) exp(a T - a² r / 2) da, with T = g_i' C_i^-1 (x + m_i g_i) and the precision r.
     r, mean, spread = fit.precisions / excess, weights.member, weights.member_spread
@@ -217,8 +217,8 @@ def _expect_weights(seen: Observation, examples: int, others: float, chance: Ten
 
 
 def _scaled(
-    products: InnerProducts, weights: _Weights, drift: float, variance: float
-) -> tuple[InnerProducts, float, float]:
+    products: _InnerProducts, weights: _Weights, drift: float, variance: float
+) -> tuple[_InnerProducts, float, float]:
     """Returns products of the vector over a scale, the noise in its units, and that scale."""
     # Clipping, signs and other factors that a client knows change a length, hardly a direction.
     mean = weights.mean
@@ -228,7 +228,7 @@ def _scaled(
     signal = max(products.energy - products.entries * variance, 1e-3 * products.energy)
     scale = math.sqrt(signal / (expected * (1 + drift)))
     noise = drift * expected / products.entries + variance / scale**2
-    at = InnerProducts(
+    at = _InnerProducts(
         gram=products.gram,
         inner=products.inner / scale,
         energy=products.energy / scale**2,

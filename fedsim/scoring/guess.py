@@ -114,7 +114,7 @@ class Guesser:
 
     def _learn(self, count: int, granted: tuple[int, ...] | None) -> Guess:
         """Learns the guess that `__call__` returns; `granted` labels are ascending."""
-        everything = Pool(self._images, self._labels, granted, "all")
+        everything = _PublicPool(self._images, self._labels, granted, "all")
         stream = rng.generator(0, "guess", "halves")
         order = torch.randperm(len(self._images), generator=stream)
         half = len(order) // 2
@@ -122,7 +122,7 @@ class Guesser:
         chosen = "mean_image"
         if half:
             first, second = (
-                Pool(self._images[part], self._labels[part], granted, name)
+                _PublicPool(self._images[part], self._labels[part], granted, name)
                 for part, name in ((order[:half], "own"), (order[half:], "other"))
             )
             # Of equals the plainer one, which comes first.
@@ -211,9 +211,9 @@ def mean_image(images: Tensor) -> Tensor:
     if not len(images):
         raise ScoringError("the zero-information guess needs a public image")
     total = torch.zeros(images.shape[1:], dtype=torch.float64)
-    for start in range(0, len(images), CHUNK):
+    for start in range(0, len(images), _CHUNK):
         # Sums of uint8 are whole numbers, exact in float64, so that chunks change nothing.
-        total += images[start : start + CHUNK].double().sum(0)
+        total += images[start : start + _CHUNK].double().sum(0)
     scale = 1.0 if images.is_floating_point() else 255.0
     return (total / (len(images) * scale)).float().clamp(0, 1)
 
@@ -224,7 +224,7 @@ def near_copies(images: Tensor, public: Tensor) -> int:
     Copies that are cropped, moved or mirrored are not noticed.
     """
     known = _outlines(public)
-    parts = torch.split(images, CHUNK)
+    parts = torch.split(images, _CHUNK)
     # Rows have length 1, so that their products are cosines.
     return sum(int(((_outlines(part) @ known.T).amax(1) >= _ALIKE).sum()) for part in parts)
 
@@ -254,7 +254,7 @@ def guess_problem(public: int, public_per_image: float, copies: int = 0) -> str 
     )
 
 
-CHUNK = 256
+_CHUNK = 256
 """Number of images that are summed at once, which bounds the memory of float64 copies."""
 _MIN_MSE = 10 ** (-PSNR_CAP / 10)
 """Least mean squared error that is counted, the error at `PSNR_CAP`."""
@@ -273,7 +273,7 @@ _WEIGHT = 1 << 28
 
 
 @final
-class Pool:
+class _PublicPool:
     """Holds public images that guesses are made of or tried on. Pixels are levels from 0 to 255.
 
     `images` are (P, C, H, W) uint8, with `labels` (P,). `granted` has the known labels of the batch
@@ -286,7 +286,7 @@ class Pool:
     ) -> None:
         self._images, self._labels = images.flatten(1), labels
         self._squares = torch.cat(
-            [part.double().square().sum(1) for part in torch.split(self._images, CHUNK)]
+            [part.double().square().sum(1) for part in torch.split(self._images, _CHUNK)]
         )
         self._granted, self._name = granted, name
 

@@ -36,7 +36,7 @@ _DEPENDENT = 1e-12
 """Singular value of unit vectors below which a direction is mere rounding."""
 
 
-def check_features(features: Tensor, what: str) -> None:
+def _check_features(features: Tensor, what: str) -> None:
     """Refuses tensors that are no finite batch (N, d) of features; `what` names them."""
     if features.ndim != 2 or features.numel() == 0:
         raise ScoringError(
@@ -89,7 +89,7 @@ def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailabl
     return outside
 
 
-def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
+def _principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
     """Returns the angles in degrees between reconstructed and true feature spans, (N,).
 
     Both are (N, d), on the CPU; of more reconstructed features the first N count. Angles ascend
@@ -174,7 +174,7 @@ class Features(Target):
         ),
         Metric(
             name="principal_angle",
-            compute=_of_span(principal_angles),
+            compute=_of_span(_principal_angles),
             unit="degrees",
             larger_leaks=False,
             uninformed=90.0,
@@ -183,11 +183,11 @@ class Features(Target):
 
     def check(self, answer: Tensor, truth: Truth) -> None:
         """Refuses answers that are no features, or have another width than any true ones."""
-        check_features(answer, "reconstruction")
+        _check_features(answer, "reconstruction")
         true = self.truth_of(truth)
         if true is None:
             return
-        check_features(true, "truth")
+        _check_features(true, "truth")
         self.check_each(answer, true)
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:

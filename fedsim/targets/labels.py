@@ -12,7 +12,7 @@ from fedsim.targets.images import answers_labels_alone, described_guess, guessed
 from fedsim.types import Truth
 
 
-def check_labels(labels: Tensor, what: str) -> None:
+def _check_labels(labels: Tensor, what: str) -> None:
     """Refuses tensors that are not integers of shape (N,); `what` names them in the message."""
     if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
         raise ScoringError(
@@ -21,7 +21,7 @@ def check_labels(labels: Tensor, what: str) -> None:
         )
 
 
-def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
+def _label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
     """Returns the labels' multiset intersection over N true ones; the first N answers count."""
     claimed = reconstruction[: len(truth)].tolist()
     matches = 0
@@ -35,7 +35,7 @@ def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
 
 LABEL_ACCURACY = Metric(
     name="label_accuracy",
-    compute=ordered(label_overlap),
+    compute=ordered(_label_overlap),
     unit="share",
     larger_leaks=True,
     heading="label",
@@ -66,11 +66,11 @@ class Labels(Target):
 
     def check(self, answer: Tensor, truth: Truth) -> None:
         """Refuses answers that are not integers of shape (N,)."""
-        check_labels(answer, "reconstruction")
+        _check_labels(answer, "reconstruction")
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
         """Scores integer labels (M,) by `label_accuracy`: the share of labels recovered."""
-        check_labels(truth.tensors()["labels"], "truth")
+        _check_labels(truth.tensors()["labels"], "truth")
         return super().compare(answer, truth, aids)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:

@@ -77,17 +77,17 @@ def accused_others(others: int, false_positives: float) -> int:
     return math.floor(false_positives * (others + 1) + 1e-9)
 
 
-def count_others(scores: Tensor, members: Tensor) -> float:
+def _count_others(scores: Tensor, members: Tensor) -> float:
     """Returns the number of candidates that took no part, whatever their scores."""
     return float((~members).sum())
 
 
-def count_members(scores: Tensor, members: Tensor) -> float:
+def _count_members(scores: Tensor, members: Tensor) -> float:
     """Returns the number of candidates that took part."""
     return float(members.sum())
 
 
-def membership_tpr_end(
+def _membership_tpr_end(
     scores: Tensor, members: Tensor, false_positives: float, end: int
 ) -> float | Unavailable:
     """Returns an end of Clopper and Pearson's interval (1934) of the share of `membership_tpr`.
@@ -134,7 +134,7 @@ def _share_and_ends(ending: str, rate: float) -> tuple[Metric, ...]:
     ends = (
         Metric(
             name=f"{name}_{word}",
-            compute=ordered(partial(membership_tpr_end, false_positives=rate, end=end)),
+            compute=ordered(partial(_membership_tpr_end, false_positives=rate, end=end)),
             unit="share",
             larger_leaks=True,
         )
@@ -186,14 +186,14 @@ class Membership(Target):
         ),
         Metric(
             name="membership_others",
-            compute=ordered(count_others),
+            compute=ordered(_count_others),
             unit="none",
             larger_leaks=True,
             digits=0,
         ),
         Metric(
             name="membership_members",
-            compute=ordered(count_members),
+            compute=ordered(_count_members),
             unit="none",
             larger_leaks=True,
             digits=0,
@@ -237,7 +237,7 @@ class Membership(Target):
                 f"expected a score of each of {len(members)} candidates, none of them NaN, got "
                 f"{tuple(answer.shape)}"
             )
-        refuse_unlike(truth)
+        _refuse_unlike(truth)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns the metrics of tossing a coin; None where there are no candidates."""
@@ -261,7 +261,7 @@ _LEAST = 40
 """Number of candidates below which no difference could be certain."""
 
 
-def refuse_unlike(truth: Truth) -> None:
+def _refuse_unlike(truth: Truth) -> None:
     """Refuses candidates of an update whose members differ from others by more than a coin.
 
     That is, by a copy, or in the eyes of a classifier that sees inputs and labels alone. High

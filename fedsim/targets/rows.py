@@ -50,13 +50,13 @@ def row_cosine(claimed: Tensor, truth: Tensor) -> Tensor:
     return F.cosine_similarity(claimed, truth, dim=1, eps=1e-30)
 
 
-def is_recovered(claimed: Tensor, truth: Tensor) -> Tensor:
+def _is_recovered(claimed: Tensor, truth: Tensor) -> Tensor:
     """Returns 1 for each row (N, d) with all entries right within 5 % of [-1, 1], else 0: (N,)."""
     # Twice, since entries range over [-1, 1], which is 2 long.
     return ((claimed - truth).abs().amax(1) <= 2 * TOLERANCE).double()
 
 
-def right_class(claimed: Tensor, truth: Tensor) -> Tensor:
+def _right_class(claimed: Tensor, truth: Tensor) -> Tensor:
     """Returns 1 for each row (N, classes) with the largest entry at the true class, or 0: (N,)."""
     return (claimed.argmax(1) == truth.argmax(1)).double()
 
@@ -104,7 +104,7 @@ class Rows(Target):
         Metric(name="row_cosine", compute=ordered(row_cosine), unit="none", larger_leaks=True),
         Metric(
             name="rows_recovered",
-            compute=ordered(is_recovered),
+            compute=ordered(_is_recovered),
             unit="share",
             larger_leaks=True,
             heading="recovered",
@@ -113,7 +113,7 @@ class Rows(Target):
             shown_as="percent",
         ),
     )
-    classes: ClassVar[Metric] = replace(LABEL_ACCURACY, compute=ordered(right_class))
+    classes: ClassVar[Metric] = replace(LABEL_ACCURACY, compute=ordered(_right_class))
     """Metric of the label, the largest of a row's last entries, where these are one a class."""
 
     def truth_of(self, truth: Truth) -> Tensor | None:
@@ -191,7 +191,7 @@ class Rows(Target):
         return answer[pairs]
 
 
-def columns_recovered(pair: ScoredPair) -> Tensor:
+def _columns_recovered(pair: ScoredPair) -> Tensor:
     """Returns the share of records whose value is right, for each of the C columns: (C,).
 
     `pair` has claimed and true records (N, D); its `aid` (D,) is the number of each entry's column.
@@ -231,7 +231,7 @@ class Records(Target):
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="column_accuracy",
-            compute=columns_recovered,
+            compute=_columns_recovered,
             unit="share",
             larger_leaks=True,
             heading="columns",

@@ -24,12 +24,12 @@ def class_share_error(claimed: Tensor, truth: Tensor) -> float:
     return float((padded[0] - padded[1]).abs().sum() / 2)
 
 
-def shares_of(labels: Tensor, classes: int = 0) -> Tensor:
+def _shares_of(labels: Tensor, classes: int = 0) -> Tensor:
     """Returns the shares (K,) of the classes in `labels`, of at least `classes` classes."""
     return torch.bincount(labels.cpu(), minlength=classes).double() / len(labels)
 
 
-def are_distributions(shares: Tensor) -> bool:
+def _are_distributions(shares: Tensor) -> bool:
     """Whether shares (..., K) are non-negative and sum to 1, to 0.001."""
     # Shares in float32 sum to 1 up to rounding only.
     sums = shares.double().sum(-1)
@@ -60,18 +60,18 @@ class ClassShares(Target):
     def prepare(self, resources: Resources) -> Any:
         """Returns the shares (K,) of the classes of public examples; None where there are none."""
         guesser = resources.guesser
-        return None if guesser is None else shares_of(guesser.public_labels())
+        return None if guesser is None else _shares_of(guesser.public_labels())
 
     def truth_of(self, truth: Truth) -> Tensor | None:
         """Returns the shares (K,) of classes 0 to the largest true label; None without labels."""
         labels = truth.tensors().get("labels")
         if labels is None or not len(labels):
             return None
-        return shares_of(labels)
+        return _shares_of(labels)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
         """Refuses answers that are not (K,) shares that sum to 1, to 0.001."""
-        if answer.ndim != 1 or not are_distributions(answer):
+        if answer.ndim != 1 or not _are_distributions(answer):
             raise ScoringError("class_shares: expected a share of each class, (K,), that sum to 1")
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
@@ -146,7 +146,7 @@ class ClientClassShares(_ClientMeans):
         """Refuses answers of another shape, or that are no distributions over classes."""
         super().check(answer, truth)
         # Zeros would else be nearer to uneven clients than any answer that knows nothing.
-        if not are_distributions(answer):
+        if not _are_distributions(answer):
             raise ScoringError(
                 "client_class_shares: expected shares of the classes of each client, that sum to 1"
             )
@@ -155,11 +155,11 @@ class ClientClassShares(_ClientMeans):
         """Leaves the shares (1, K) of classes among all that the client holds; None of rows."""
         if "labels" not in batch.tensors() or not held.classes:
             return None
-        return shares_of(held.labels, held.classes)[None]
+        return _shares_of(held.labels, held.classes)[None]
 
     def means_of(self, inputs: Tensor, labels: Tensor, classes: int) -> Tensor:
         """Returns the shares (K,) of the classes."""
-        return shares_of(labels, classes)
+        return _shares_of(labels, classes)
 
 
 class ClientColumnShares(_ClientMeans):

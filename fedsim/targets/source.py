@@ -18,18 +18,18 @@ _SHUFFLES = 999
 """Number of times that answers are dealt anew among records of their class."""
 
 
-def name_clients(scores: Tensor) -> Tensor:
+def _name_clients(scores: Tensor) -> Tensor:
     """Returns the clients (N, K) of the largest `scores`, as shares of one, which ties share."""
     named = (scores == scores.max(1, keepdim=True).values).double()
     return named / named.sum(1, keepdim=True)
 
 
-def shuffle_accuracies(named: Tensor, labels: Tensor, source: Tensor) -> Tensor:
+def _shuffle_accuracies(named: Tensor, labels: Tensor, source: Tensor) -> Tensor:
     """Returns the accuracies (999,) of answers that are dealt anew among records of a class.
 
     An answer that knows no more of a record than its class is as accurate as these. That holds
     however the answers depend on each other (R. A. Fisher, The Design of Experiments, 1935).
-    `named` (N, K) are those of `name_clients`.
+    `named` (N, K) are those of `_name_clients`.
     """
     stream = torch.Generator().manual_seed(0)
     # Ordering records by class and then by chance deals the answers of each class anew.
@@ -39,33 +39,33 @@ def shuffle_accuracies(named: Tensor, labels: Tensor, source: Tensor) -> Tensor:
     return named[dealt, source[home]].mean(1)
 
 
-def class_rule_accuracy(labels: Tensor, source: Tensor, held: Tensor) -> float:
+def _class_rule_accuracy(labels: Tensor, source: Tensor, held: Tensor) -> float:
     """Returns the accuracy of naming the client that holds most other examples of the class.
 
     `labels` (N,) are classes, `source` (N,) true clients, and `held` (K, C) numbers of other
     examples that each client holds of each class. Ties share a record.
     """
-    return float(name_clients(held.T)[labels, source].mean())
+    return float(_name_clients(held.T)[labels, source].mean())
 
 
-def chance_accuracy(scores: Tensor, source: Tensor, labels: Tensor, held: Tensor) -> float:
+def _chance_accuracy(scores: Tensor, source: Tensor, labels: Tensor, held: Tensor) -> float:
     """Returns the accuracy of whoever knows no more of a record than its class.
 
-    `scores` (N, K) are the answers; other arguments are those of `class_rule_accuracy`.
+    `scores` (N, K) are the answers; other arguments are those of `_class_rule_accuracy`.
     """
     # The largest, since a chance that is too low would call luck a leak.
-    shuffled = shuffle_accuracies(name_clients(scores), labels, source)
+    shuffled = _shuffle_accuracies(_name_clients(scores), labels, source)
     return max(
-        1 / scores.shape[1], class_rule_accuracy(labels, source, held), float(shuffled.mean())
+        1 / scores.shape[1], _class_rule_accuracy(labels, source, held), float(shuffled.mean())
     )
 
 
-def measure_source(
+def _measure_source(
     scores: Tensor, source: Tensor, labels: Tensor, held: Tensor
 ) -> dict[str, float | Unavailable]:
     """Returns metric -> its value, for scores (N, K) of records of known class and client.
 
-    Other arguments are those of `class_rule_accuracy`. Ends of the accuracy are Clopper and
+    Other arguments are those of `_class_rule_accuracy`. Ends of the accuracy are Clopper and
     Pearson's (1934), which take records for independent. The p-value does not: it is the share of
     answers dealt anew within each class that are as accurate. Rank 1 is the client with the largest
     score.
@@ -73,10 +73,10 @@ def measure_source(
     if not len(source):
         reason = Unavailable("no record has a single client")
         return {metric.name: reason for metric in Source.metrics}
-    named = name_clients(scores)
+    named = _name_clients(scores)
     hits, count = float(named[torch.arange(len(source)), source].sum()), len(source)
-    shuffled = shuffle_accuracies(named, labels, source)
-    chance = chance_accuracy(scores, source, labels, held)
+    shuffled = _shuffle_accuracies(named, labels, source)
+    chance = _chance_accuracy(scores, source, labels, held)
     # Answers that know only classes exceed this once in 40 times.
     likely = max(chance, float(shuffled.quantile(0.975)))
     accuracy, left = hits / count, 1 - chance
@@ -102,7 +102,7 @@ def measure_source(
 
 def _compute(name: str) -> Callable[[ScoredPair], MetricValue]:
     """Returns what computes one metric of scores and clients; classes, and numbers, are an aid."""
-    return lambda pair: measure_source(pair.claimed.double(), pair.truth, *pair.aid)[name]
+    return lambda pair: _measure_source(pair.claimed.double(), pair.truth, *pair.aid)[name]
 
 
 _SOURCE = Term(
@@ -181,7 +181,7 @@ class Source(Target):
         known = self._read_known(truth)
         if known is None:
             return TargetScores(values=self.unavailable("the records were not recorded"))
-        return TargetScores(values=measure_source(answer.detach().cpu().double(), *known))
+        return TargetScores(values=_measure_source(answer.detach().cpu().double(), *known))
 
     def _read_known(self, truth: Truth) -> tuple[Tensor, Tensor, Tensor] | None:
         """Returns clients, classes and numbers of other examples; None if one is missing."""
@@ -198,7 +198,7 @@ class Source(Target):
         values: dict[str, float | None] = dict.fromkeys(metric.name for metric in self.metrics)
         known = self._read_known(request.truth)
         if known is not None and len(known[0]):
-            chance = chance_accuracy(answer.detach().cpu().double(), *known)
+            chance = _chance_accuracy(answer.detach().cpu().double(), *known)
             values |= {"source_advantage": 0.0, "source_accuracy": chance}
         return TargetGuess(metrics=values)
 

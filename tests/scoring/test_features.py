@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsim.scoring import ScoringError, Unavailable, score
-from fedsim.targets.features import Features, principal_angles, subspace_error
+from fedsim.targets.features import Features, _principal_angles, subspace_error
 from fedsim.types import GroundTruth, Reconstruction
 
 
@@ -81,7 +81,7 @@ def test_other_dimensions_are_refused() -> None:
 
 
 def angles(claimed: Tensor, truth: Tensor) -> Tensor:
-    result = principal_angles(claimed, truth)
+    result = _principal_angles(claimed, truth)
     assert isinstance(result, Tensor)
     return result
 
@@ -106,7 +106,7 @@ def test_directions_that_were_not_found_are_at_right_angles() -> None:
     truth = torch.eye(3, 5)
     assert angles(torch.zeros(3, 5), truth).tolist() == [90.0] * 3
     assert angles(torch.eye(1, 5), truth).tolist() == [0.0, 90.0, 90.0]
-    assert isinstance(principal_angles(truth, truth[[0, 0, 1]]), Unavailable)
+    assert isinstance(_principal_angles(truth, truth[[0, 0, 1]]), Unavailable)
 
 
 def test_the_guess_of_a_span_leaves_the_least_of_public_features() -> None:

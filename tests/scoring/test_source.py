@@ -13,10 +13,10 @@ from fedsim.contracts.metric import ScoringError
 from fedsim.recording.truth import add_sources, load_truth, save_truth
 from fedsim.targets.source import (
     Source,
-    class_rule_accuracy,
-    measure_source,
-    name_clients,
-    shuffle_accuracies,
+    _class_rule_accuracy,
+    _measure_source,
+    _name_clients,
+    _shuffle_accuracies,
 )
 from fedsim.types import (
     CANDIDATE_INPUTS,
@@ -34,7 +34,7 @@ def values(
     """Returns the metrics that have a value; without `held`, clients hold classes alike."""
     if held is None:
         held = torch.ones(scores.shape[1], int(labels.max()) + 1)
-    found = measure_source(scores.double(), source, labels, held)
+    found = _measure_source(scores.double(), source, labels, held)
     return {name: value for name, value in found.items() if isinstance(value, float)}
 
 
@@ -46,20 +46,20 @@ def test_ties_share_a_record() -> None:
 
 def test_shuffles_have_the_law_of_all_permutations_within_classes() -> None:
     labels, source = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([0, 1, 1, 0, 0, 1])
-    named = name_clients(torch.eye(2)[torch.tensor([0, 1, 0, 1, 1, 0])])
+    named = _name_clients(torch.eye(2)[torch.tensor([0, 1, 0, 1, 1, 0])])
     exact = [
         float(named[[*first, *second], source].mean())
         for first in itertools.permutations([0, 1, 2])
         for second in itertools.permutations([3, 4, 5])
     ]
-    drawn = shuffle_accuracies(named, labels, source)
+    drawn = _shuffle_accuracies(named, labels, source)
     law, found = torch.tensor(exact).double(), drawn
     # Four standard deviations of a mean of 999.
     assert abs(float(found.mean() - law.mean())) < 4 * float(law.std()) / 999**0.5
     assert found.unique().tolist() == pytest.approx(law.unique().tolist())
     # Records in another order have the same law.
     order = torch.tensor([5, 0, 3, 2, 4, 1])
-    again = shuffle_accuracies(named[order], labels[order], source[order])
+    again = _shuffle_accuracies(named[order], labels[order], source[order])
     assert abs(float(again.mean() - law.mean())) < 4 * float(law.std()) / 999**0.5
 
 
@@ -82,7 +82,7 @@ def test_an_attack_that_knows_only_classes_tells_no_source(seed: int) -> None:
     found = values(torch.eye(4)[main], source, labels, held)
     assert found["source_accuracy"] > 0.6
     assert found["source_advantage"] < 0.02 and found["source_advantage_beyond_chance"] == 0
-    assert class_rule_accuracy(labels, source, held) == pytest.approx(found["source_accuracy"])
+    assert _class_rule_accuracy(labels, source, held) == pytest.approx(found["source_accuracy"])
     # An answer that says less than classes do gains nothing over them.
     assert (
         values(torch.rand(600, 4, generator=stream), source, labels, held)[
@@ -98,7 +98,7 @@ def test_an_attack_that_knows_only_classes_tells_no_source(seed: int) -> None:
 
 def test_a_class_at_one_client_only_leaves_nothing_to_tell() -> None:
     labels = torch.arange(40) % 4
-    found = measure_source(torch.eye(4)[labels].double(), labels, labels, torch.eye(4))
+    found = _measure_source(torch.eye(4)[labels].double(), labels, labels, torch.eye(4))
     assert found["source_accuracy"] == 1.0 and not isinstance(found["source_advantage"], float)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.contracts.metric import ScoringError
 from fedsim.scenario import cautions, resolve
-from fedsim.targets.membership import refuse_unlike
+from fedsim.targets.membership import _refuse_unlike
 from fedsim.training.client import CandidateSplit, split_candidates
 from fedsim.types import (
     CANDIDATE_INPUTS,
@@ -64,7 +64,7 @@ def test_a_client_that_would_keep_no_batch_is_refused() -> None:
 
 def test_candidates_that_differ_by_coins_alone_pass() -> None:
     for seed in range(5):
-        refuse_unlike(drawn(seed=seed))
+        _refuse_unlike(drawn(seed=seed))
 
 
 @pytest.mark.parametrize("kind", ["brighter", "noisier", "other classes"])
@@ -80,7 +80,7 @@ def test_a_shift_between_members_and_others_is_refused(kind: str) -> None:
     else:
         more[CANDIDATE_LABELS] = torch.where(members, 0, more[CANDIDATE_LABELS])
     with pytest.raises(ScoringError, match="told from others without any update"):
-        refuse_unlike(replace(truth, more=more))
+        _refuse_unlike(replace(truth, more=more))
 
 
 def test_a_member_that_is_a_copy_of_another_candidate_is_refused() -> None:
@@ -89,7 +89,7 @@ def test_a_member_that_is_a_copy_of_another_candidate_is_refused() -> None:
     inside, outside = int(members.nonzero()[0]), int((~members).nonzero()[0])
     truth.more[CANDIDATE_INPUTS][outside] = truth.more[CANDIDATE_INPUTS][inside]
     with pytest.raises(ScoringError, match=f"candidate {outside} took no part and is a copy"):
-        refuse_unlike(truth)
+        _refuse_unlike(truth)
 
 
 def test_clients_of_other_classes_are_no_shift_but_members_of_one_beside_others_of_one_are() -> (
@@ -100,11 +100,11 @@ def test_clients_of_other_classes_are_no_shift_but_members_of_one_beside_others_
     labels = torch.arange(4).repeat_interleave(200)
     inputs = 0.2 * labels[:, None] + torch.rand(800, 8, generator=stream)
     splits = split_candidates(list(torch.arange(800).chunk(4)), inputs, 150, seed=0)
-    refuse_unlike(_truth_of(splits, inputs, labels))
+    _refuse_unlike(_truth_of(splits, inputs, labels))
     # What an experiment does that takes its non-members from elsewhere.
     biased = [replace(s, members=torch.full_like(s.members, k < 2)) for k, s in enumerate(splits)]
     with pytest.raises(ScoringError, match="told from others without any update"):
-        refuse_unlike(_truth_of(biased, inputs, labels))
+        _refuse_unlike(_truth_of(biased, inputs, labels))
 
 
 def _truth_of(splits: list[CandidateSplit], inputs: Tensor, labels: Tensor) -> GroundTruth:

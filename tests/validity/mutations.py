@@ -246,7 +246,7 @@ what is filled in comes of the truth
     fedsim/targets/images.py:Images.compare [validity/test_victims]
     align(answer, assignment, aid.fill) => align(answer, assignment, true.mean(0))
 few public images are learned by heart
-    fedsim/scoring/guess.py:Pool.families [scoring/test_guess]
+    fedsim/scoring/guess.py:_PublicPool.families [scoring/test_guess]
     [*plain, learned] if count <= _MAX_LEARNED else plain => [learned]
 labels alone are guessed by the majority
     fedsim/scoring/guess.py:Guesser._learn [scoring/test_guess]

@@ -35,7 +35,7 @@ from fedsim.recording.truth import load_truth
 from fedsim.report import leaderboard_rows, positive_controls
 from fedsim.report.messages import describe_control
 from fedsim.results.record import Row, Run
-from fedsim.targets.labels import label_overlap
+from fedsim.targets.labels import _label_overlap
 from fedsim.types import Dataset, GroundTruth, Observation, Reconstruction, Tensors
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
@@ -380,9 +380,11 @@ def test_a_saved_label_is_that_of_the_image_it_came_with(finished: Run) -> None:
         answer = solve(Dice(), seen, known, seed_of(seen, "dice"), restarts=RESTARTS).reconstruction
         assert answer.images is not None and answer.labels is not None
         assert torch.equal(own["labels"], answer.labels[_order(own, answer.images)])
-        assert row["metrics"]["label_accuracy"] == label_overlap(answer.labels, own["truth_labels"])
+        assert row["metrics"]["label_accuracy"] == _label_overlap(
+            answer.labels, own["truth_labels"]
+        )
         others = {
-            label_overlap(other["labels"], own["truth_labels"])
+            _label_overlap(other["labels"], own["truth_labels"])
             for name, other in saved.items()
             if name != row["observation"]
         }

@@ -25,8 +25,8 @@ from fedsim_attacks.classifier_features import _profile, classifier_fit
 from fedsim_attacks.classifier_features._certificates import bound_errors
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._local_steps import (
-    Drift,
     LocalPath,
+    _Drift,
     _features,
     middle,
 )
@@ -375,7 +375,7 @@ def features_at(observation: Observation, share: float, truth: GroundTruth) -> T
 
 def test_noise_tells_most_of_how_features_drift() -> None:
     observation, truth = observe_photos()
-    drift = Drift(observation, 0.4, rng.generator(0, "drift"))
+    drift = _Drift(observation, 0.4, rng.generator(0, "drift"))
     middle_ = features_at(observation, 0.4, truth)
     for share in (0.0, 1.0):
         there = features_at(observation, share, truth)

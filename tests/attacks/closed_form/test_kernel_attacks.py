@@ -24,12 +24,12 @@ from fedsim_attacks.closed_form._kernel_release import (
     ClassPrior,
     KernelModel,
     Matched,
-    derive_equations,
+    _derive_equations,
+    _posterior_mean,
+    _symmetric_labels,
     known_rows,
     match_rows,
-    posterior_mean,
     read_model,
-    symmetric_labels,
 )
 from fedsim_attacks.closed_form._quadratic_form import complete_rows, decompose_form
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
@@ -138,7 +138,7 @@ def test_labels_are_told_whatever_the_kernel():
         for seed in range(3):
             factor = normal(40, 80, seed=seed)
             alpha = ntk.fit(factor @ factor.T / 40 * 3, ntk.one_hot(labels, classes), 0.5)
-            right = symmetric_labels(alpha).argmax(1) == labels
+            right = _symmetric_labels(alpha).argmax(1) == labels
             assert float(right.double().mean()) >= least
 
 
@@ -211,7 +211,7 @@ def single(seen, scale, reach=50):
     like = ClassPrior(means=0.5 * one, covariance=0.49 * one, shares=one[0])
     nobody = torch.zeros(0, 2, dtype=torch.float64)
     matched = Matched(model=model, others=nobody, likelihood=0.0)
-    return posterior_mean(matched, like, False, 3_000, stream())
+    return _posterior_mean(matched, like, False, 3_000, stream())
 
 
 @pytest.mark.parametrize(("seen", "scale"), [(0.0, 0.1), (0.3, 0.1), (1.0, 1.0), (4.0, 1.0)])
@@ -253,7 +253,7 @@ def regression(count, draw, seed=0):
 
 def test_coefficients_tell_kernel_values_exactly():
     matched, row = regression(12, None)
-    told = derive_equations(matched, row)
+    told = _derive_equations(matched, row)
     values, slopes = told.linear(row)
     torch.testing.assert_close(told.values, values, rtol=0, atol=1e-10)
     step = 1e-6 * normal(5)
@@ -267,7 +267,7 @@ def test_the_errors_of_what_coefficients_tell_are_as_said():
     squares = []
     for seed in range(400):
         matched, row = regression(12, 400, seed)
-        told = derive_equations(matched, row)
+        told = _derive_equations(matched, row)
         away = told.values - told.linear(row)[0]
         squares.append(float(away @ told.precision @ away))
     assert sum(squares) / 400 == pytest.approx(11, abs=5 * math.sqrt(22 / 400) + 0.5)
@@ -281,7 +281,7 @@ def test_a_bare_kernel_gives_rows_away_through_coefficients():
     bare = replace(matched, model=replace(matched.model, rows=noisy))
     like = _kernel_release.class_prior(matched.others, 5, False)
     with_alpha, without = (
-        posterior_mean(bare, like, alpha, 200, stream()) for alpha in (True, False)
+        _posterior_mean(bare, like, alpha, 200, stream()) for alpha in (True, False)
     )
     assert float((with_alpha - row).norm()) < 1e-3 < 0.05 < float((without - row).norm())
 

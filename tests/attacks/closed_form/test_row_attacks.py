@@ -17,8 +17,8 @@ from fedsim.testing.cases import example_rows
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import (
     Prior,
-    RowPosterior,
     RowReconstruction,
+    _RowPosterior,
     prior,
 )
 from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
@@ -143,7 +143,7 @@ def posterior(seen, std, targets, row_norm):
         row_norm=row_norm,
         targets=targets,
     )
-    return RowPosterior(likelihood=Normal(seen, std), prior=prior)
+    return _RowPosterior(likelihood=Normal(seen, std), prior=prior)
 
 
 @pytest.mark.parametrize("row_norm", [2.0, 1.1])

@@ -30,7 +30,7 @@ from fedsim_attacks.head_features.best_features import BestFeatures
 from fedsim_attacks.head_features.head_fit import (
     CoarseToFine,
     OutputSolver,
-    propose_splits,
+    _propose_splits,
     random_starts,
 )
 
@@ -283,7 +283,7 @@ def test_a_move_frees_a_feature_that_stands_for_two_images() -> None:
     seen, features = see(6, labels=[1, 1, 4, 4, 7, 9])
     mean = (features[0] + features[1]) / 2
     stuck = torch.cat([mean[None], near(mean[None], 0.2), features[2:]])
-    first = next(iter(propose_splits(Objective(seen), stuck)))
+    first = next(iter(_propose_splits(Objective(seen), stuck)))
     assert worst(first, features) > worst(stuck, features) + 0.01
     assert worst(fit(seen, first, 400), features) > 0.9999
 
@@ -295,7 +295,7 @@ def test_splits_are_what_frees_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, features = read(observe(images / 2, {"planted_gain": 0.01}, labels=[1] * 4 + [4] * 4))
     starts = [next(random_starts(seen, 1, rng.generator(seed, "start"))) for seed in range(3)]
     assert min(worst(fit(seen, start, 1500), features) for start in starts) > 0.999
-    monkeypatch.setattr(head_fit, "propose_splits", lambda objective, features: iter(()))
+    monkeypatch.setattr(head_fit, "_propose_splits", lambda objective, features: iter(()))
     assert min(worst(fit(seen, start, 1500), features) for start in starts) < 0.95
 
 
@@ -307,9 +307,9 @@ def test_rows_tell_features_that_few_entries_of_the_output_do_not() -> None:
     errors = Objective(seen)(features).errors
     found = start
     for _ in range(6):
-        found = head_fit.fit_rows(seen, found, errors)
-    assert head_fit.rows_unexplained(seen, features, errors) < 1e-8
-    assert head_fit.rows_unexplained(seen, start, errors) > 1e-4
+        found = head_fit._fit_rows(seen, found, errors)
+    assert head_fit._rows_unexplained(seen, features, errors) < 1e-8
+    assert head_fit._rows_unexplained(seen, start, errors) > 1e-4
     assert worst(start, features) < 0.999 < worst(found, features)
     # A coordinate that few rows tell of may be off, which one by how the processor rounds.
     off = [float((each - features).abs().median()) for each in (start, found)]

@@ -21,16 +21,16 @@ from fedsim.scoring import score
 from fedsim.testing.cases import example_batch
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.tensor_features import (
-    combine_rows,
-    derivative_moments,
-    find_components,
-    fourth_along,
-    inverse_root,
-    order_greedily,
+    _combine_rows,
+    _derivative_moments,
+    _find_components,
+    _fourth_along,
+    _inverse_root,
+    _order_greedily,
+    _third_along,
+    _third_moment,
     power_method,
     second_moment,
-    third_along,
-    third_moment,
 )
 
 
@@ -59,13 +59,15 @@ def test_contracted_moments_are_those_of_the_full_tensors() -> None:
     two, three, four = tensors_of(w)
     mean = g / len(g)
     torch.testing.assert_close(second_moment(g, w), torch.einsum("m,mab->ab", mean, two))
-    torch.testing.assert_close(third_moment(g, w), torch.einsum("m,mabc->abc", mean, three))
-    torch.testing.assert_close(third_along(g, w, a), torch.einsum("m,mabc,c->ab", mean, three, a))
-    torch.testing.assert_close(fourth_along(g, w, a), torch.einsum("m,mabcd,d->abc", mean, four, a))
+    torch.testing.assert_close(_third_moment(g, w), torch.einsum("m,mabc->abc", mean, three))
+    torch.testing.assert_close(_third_along(g, w, a), torch.einsum("m,mabc,c->ab", mean, three, a))
+    torch.testing.assert_close(
+        _fourth_along(g, w, a), torch.einsum("m,mabcd,d->abc", mean, four, a)
+    )
 
 
 def test_moments_of_the_activations_derivatives() -> None:
-    relu, tanh = derivative_moments("relu"), derivative_moments("tanh")
+    relu, tanh = _derivative_moments("relu"), _derivative_moments("tanh")
     peak = 1 / math.sqrt(2 * math.pi)
     assert [relu[2], relu[4]] == pytest.approx([peak, -peak], abs=1e-6)
     assert [relu[3], tanh[2]] == pytest.approx([0, 0], abs=1e-9)  # so k_3 = 4, and k_2 = 3
@@ -132,7 +134,7 @@ def test_a_class_of_each_group_is_combined(classes: int) -> None:
     config = HeadConfig(width=8, planted=6, planted_rows="two_groups")
     outer = TwoLayerHead(config, 3, classes).output.weight.detach()
     seen = SimpleNamespace(grad_output=outer, planted=slice(2, None), config=config)
-    assert not combine_rows(cast(HeadGradient, seen)).any()
+    assert not _combine_rows(cast(HeadGradient, seen)).any()
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_refined_features_are_exact_where_the_decomposition_is_not(
     for refine in (False, True):
         attack = create("tensor_features", {"rows": "all", "whiten": True, "refine": refine})
         found = solve(attack, observation, Knowledge(), 1).reconstruction.features
-        ordered = order_greedily(found.double(), truth.features.double())
+        ordered = _order_greedily(found.double(), truth.features.double())
         away = (ordered - truth.features).norm(dim=1) / truth.features.norm(dim=1)
         errors[refine] = float(away.max())
     assert errors[True] < 0.02 < 0.2 < errors[False]
@@ -202,7 +204,7 @@ def unlike(found: Tensor, truth: Tensor) -> float:
 def test_orthogonal_components_of_both_signs_are_exact(rank: int) -> None:
     axes = torch.linalg.qr(normal(rank, rank))[0]
     weights = torch.tensor([(-1.0) ** i * (1 + i / 2) for i in range(rank)]).double()
-    found, left = find_components(cubes(axes, weights), rng.generator(0, "starts"))
+    found, left = _find_components(cubes(axes, weights), rng.generator(0, "starts"))
     assert unlike(found, axes) < 1e-6
     assert float(left) < 1e-6
     torch.testing.assert_close(found.norm(dim=1), torch.ones(rank).double())
@@ -210,7 +212,7 @@ def test_orthogonal_components_of_both_signs_are_exact(rank: int) -> None:
 
 def test_components_shared_by_slices_that_are_no_cube() -> None:
     u, weights = F.normalize(normal(4, 4, seed=2), dim=1), normal(4, 7, seed=3)
-    found, _ = find_components(
+    found, _ = _find_components(
         torch.einsum("ci,cj,cs->ijs", u, u, weights), rng.generator(0, "starts")
     )
     assert unlike(found, u) < 1e-6
@@ -222,7 +224,7 @@ def test_the_fit_is_no_worse_than_the_truth(seed: int) -> None:
     u = F.normalize(normal(8, 8, seed=seed) + 0.5, dim=1)
     tensor = cubes(u, torch.ones(8).double())
     noise = 0.01 * torch.linalg.vector_norm(tensor) * symmetric_noise(8, seed)
-    _, left = find_components(tensor + noise, rng.generator(seed, "starts"))
+    _, left = _find_components(tensor + noise, rng.generator(seed, "starts"))
     assert float(left) < 0.0105
 
 
@@ -246,7 +248,7 @@ def plain_error(g: Tensor, w: Tensor, back: Tensor | None = None) -> float:
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_its_bound_does_not_cover_its_experiment(count: int) -> None:
     """Theorem B.1 without constants and logarithms, of unit features that are orthogonal."""
-    curvature = derivative_moments("relu")[2]
+    curvature = _derivative_moments("relu")[2]
     assert CLASSES**2 * count**2 * DIMENSION / curvature**2 / 19 > WIDTH  # m >= Ω(K² B² d / ν²)
     assert CLASSES / curvature * count * math.sqrt(DIMENSION / WIDTH) > 4  # of an error <= 1
     assert (CLASSES**2 * count**4 <= DIMENSION) == (count == 1)  # K² B⁴ <= O(d)
@@ -267,5 +269,5 @@ def test_regression_and_whitening_reach_its_table() -> None:
     design = torch.cat([torch.ones(WIDTH, 1), w], 1)
     g = g - design @ torch.linalg.solve(design.T @ design, design.T @ g)
     assert 0.2 < plain_error(g, w) < 0.28
-    back = inverse_root((w.T @ w / WIDTH).double())
+    back = _inverse_root((w.T @ w / WIDTH).double())
     assert plain_error(g, w @ back.float(), back) < REPORTED + 0.005

@@ -17,7 +17,7 @@ from fedsim.data.bundled import Photos
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import Batches, GroundTruth, LocalTraining, Observation
-from fedsim_attacks.imprint.imprint import ImprintAttack, segment
+from fedsim_attacks.imprint.imprint import ImprintAttack, _segment
 
 MODELS: dict[str, dict[str, Any]] = {
     "convnet": {"width": 8},
@@ -141,7 +141,7 @@ def test_the_segmentation_is_the_best_of_all() -> None:
             starts = (0, *ends)
             parts = [rows[a:b] - rows[a:b].mean(0) for a, b in zip(starts, ends, strict=False)]
             costs[ends] = float(sum(part.square().sum() for part in [*parts, rows[ends[-1] :]]))
-        found = segment(rows, pieces)
+        found = _segment(rows, pieces)
         assert tuple(found.ends) == min(costs, key=lambda ends: costs[ends])
         assert float(found.residual) == pytest.approx(min(costs.values()), abs=1e-12)
-    assert torch.allclose(segment(rows, 7).means(rows), torch.cat([rows, torch.zeros(1, 3)]))
+    assert torch.allclose(_segment(rows, 7).means(rows), torch.cat([rows, torch.zeros(1, 3)]))

@@ -18,7 +18,12 @@ from fedsim.models.kan import spline_basis
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
-from fedsim_attacks.kan.spline_inversion import SplineGradient, SplineInversion, abscissae, quadrics
+from fedsim_attacks.kan.spline_inversion import (
+    SplineInversion,
+    _abscissae,
+    _quadrics,
+    _SplineGradient,
+)
 
 SPLINES = [(1, 3), (2, 1), (3, 4), (4, 5), (5, 2)]
 
@@ -99,7 +104,7 @@ def test_no_clipping_step_or_sum_hides_anything(case: dict[str, Any]) -> None:
 
 def test_the_loss_is_zero_at_the_true_images_alone() -> None:
     observation, truth = observe(4)
-    seen = SplineGradient.read(observation)
+    seen = _SplineGradient.read(observation)
 
     def loss(images: Tensor) -> float:
         u = normalize(images, observation.model).double().flatten(1).tanh()
@@ -127,8 +132,8 @@ def test_under_noise_images_fade_into_the_mean_of_the_normalization() -> None:
 def test_noise_is_measured_in_the_update_itself(std: float) -> None:
     """In the units of the gradient times √64."""
     observation, _ = observe(8, defense=[{"name": "gaussian_noise", "std": std}])
-    assert SplineGradient.read(observation).noise == pytest.approx(8 * std, rel=0.1)
-    assert SplineGradient.read(observe(8)[0]).noise < 1e-6
+    assert _SplineGradient.read(observation).noise == pytest.approx(8 * std, rel=0.1)
+    assert _SplineGradient.read(observe(8)[0]).noise < 1e-6
 
 
 def test_what_cannot_be_read_is_a_stated_failure() -> None:
@@ -150,8 +155,8 @@ def test_identities_of_the_splines(degree: int, intervals: int) -> None:
     """Marsden's, and the quadrics' dimension: products span the splines of twice the degree."""
     u = torch.linspace(-1, 1, 1001, dtype=torch.float64)
     basis = spline_basis(u, degree, intervals)
-    torch.testing.assert_close(basis @ abscissae(degree, intervals), u)
-    forms = quadrics(degree, intervals)
+    torch.testing.assert_close(basis @ _abscissae(degree, intervals), u)
+    forms = _quadrics(degree, intervals)
     values = torch.einsum("uk,qkl,ul->uq", basis, forms, basis)
     assert values.numel() == 0 or float(values.abs().max()) < 1e-12
     functions = intervals + degree

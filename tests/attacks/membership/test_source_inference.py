@@ -10,9 +10,9 @@ from fedsim.contracts.grant import Knowledge, SourceRecords
 from fedsim.testing import make_observation
 from fedsim.types import LocalTraining
 from fedsim_attacks.membership._presence_fit import (
-    InnerProducts,
     _compute_evidence,
     _estimate_excess,
+    _InnerProducts,
     _Weights,
 )
 from fedsim_attacks.membership.source_inference import SourceInference
@@ -62,7 +62,7 @@ def test_evidence_is_the_likelihood_ratio_of_the_linear_model(excess):
     rows = torch.randn(5, 15, generator=stream, dtype=torch.float64)
     vector = torch.randn(15, generator=stream, dtype=torch.float64)
     mean, spread = torch.rand(2, 5, generator=stream, dtype=torch.float64)
-    products = InnerProducts(
+    products = _InnerProducts(
         gram=rows @ rows.T, inner=rows @ vector, energy=float(vector @ vector), entries=15
     )
     weights = _Weights(mean=mean, spread=spread, member=0.7, member_spread=0.2)

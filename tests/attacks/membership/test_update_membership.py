@@ -10,7 +10,7 @@ from fedsim.contracts.grant import Knowledge, MembershipCandidates
 from fedsim.targets.membership import membership_auc
 from fedsim.testing import make_observation
 from fedsim.types import LocalTraining
-from fedsim_attacks.membership._presence_fit import InnerProducts
+from fedsim_attacks.membership._presence_fit import _InnerProducts
 from fedsim_attacks.membership.update_membership import UpdateMembership
 
 
@@ -24,7 +24,7 @@ def test_scores_are_the_exact_score_test_of_the_linear_model():
     vector = torch.randn(15, generator=stream, dtype=torch.float64)
     mean, variance = torch.rand(2, 6, generator=stream, dtype=torch.float64)
     variance += 0.1
-    products = InnerProducts(
+    products = _InnerProducts(
         gram=rows @ rows.T, inner=rows @ vector, energy=float(vector @ vector), entries=15
     )
     fit = products.fit(mean, variance, 0.3, scored=True)
