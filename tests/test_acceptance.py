@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from tiny import tiny_scenario
 
 import fedsim
 from fedsim import acceptance
@@ -20,13 +21,7 @@ from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError
 
-SCENARIO: dict[str, Any] = {
-    "name": "t",
-    "data": {"source": {"name": "digits", "size": 8}, "clients": 3},
-    "model": {"name": "mlp", "hidden": [4]},
-    "training": {"rounds": 1, "local": {"batch_size": 2}},
-    "attacks": [],
-}
+SCENARIO = tiny_scenario(data__clients=3, training__local={"batch_size": 2})
 SECURE = {"defenses": {"s": [{"name": "clip", "norm": 1.0}, "secure_aggregation"]}}
 QUIET = {"name": "secure_aggregation", "noise_multiplier": 1e-9}
 REFUSED: dict[str, dict[str, Any]] = {

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tiny import tiny_scenario
 
 import fedsim
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
-SCENARIO: dict[str, Any] = {
-    "name": "source",
-    "seed": 3,
-    "data": {"source": {"name": "digits", "size": 8}, "clients": 4},
-    "model": {"name": "mlp", "hidden": [32]},
-    "training": {"rounds": 4, "local": {"steps": 2, "batch_size": 20, "lr": 0.1}},
-    "defenses": {"none": [], "sum": [{"name": "aggregate"}]},
-    "attacks": ["source_inference"],
-    "federation": {"participation": 0.5},
-    "observe": {"rounds": [1, 2, 3, 4], "clients": "all", "candidates": 40},
-}
+SCENARIO = tiny_scenario(
+    seed=3,
+    data__clients=4,
+    model={"name": "mlp", "hidden": [32]},
+    training={"rounds": 4, "local": {"steps": 2, "batch_size": 20}},
+    defenses={"none": [], "sum": ["aggregate"]},
+    attacks=["source_inference"],
+    federation={"participation": 0.5},
+    observe={"rounds": [1, 2, 3, 4], "clients": "all", "candidates": 40},
+)
 
 
 def test_each_stack_has_one_row_and_a_replay_repeats_it(tmp_path: Path) -> None:

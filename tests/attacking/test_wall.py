@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from plugins_here import Idle, registered
+from tiny import tiny_scenario
 
 import fedsim
 from fedsim.contracts.attack import AttackFailed, AttackState
@@ -59,15 +60,12 @@ class Spy(Quiet):
         raise AttackFailed(f"in process {os.getpid()}: {searched()}")
 
 
-SCENARIO: dict[str, Any] = {
-    "name": "wall",
-    "data": {"source": {"name": "digits", "size": 8}, "clients": 2},
-    "model": {"name": "mlp", "hidden": [4]},
-    "training": {"rounds": 1, "local": {"batch_size": 2}},
-    "attacks": ["spy", "quiet"],
-    "observe": {"clients": [0], "batch_sizes": [1]},
-    "knowledge": {"labels": "known"},
-}
+SCENARIO = tiny_scenario(
+    training__local={"batch_size": 2},
+    attacks=["spy", "quiet"],
+    observe={"batch_sizes": [1]},
+    knowledge={"labels": "known"},
+)
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)])

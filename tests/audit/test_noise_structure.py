@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny import tiny_scenario
 from torch import Tensor
 
 from fedsim.audit.two_worlds import choose_look
@@ -27,22 +28,19 @@ Lie = Callable[[list[Noise]], Noise]
 def audited(stack: str, rounds: int = 2) -> Workload:
     return Workload(
         resolve(
-            {
-                "name": "tiny",
-                "seed": 5,
-                "data": {"source": {"name": "digits", "size": 8}, "clients": 40},
-                "model": {"name": "mlp", "hidden": [4]},
-                "training": {"rounds": rounds, "local": {"batch_size": 35, "lr": 0.2}},
-                "defenses": {
+            tiny_scenario(
+                seed=5,
+                data__clients=40,
+                training={"rounds": rounds, "local": {"batch_size": 35, "lr": 0.2}},
+                defenses={
                     "client": [
                         {"name": "clip", "norm": 0.5},
                         {"name": "gaussian_noise", "multiplier": 2.0},
                     ],
                     "example": [{"name": "dp_sgd", "norm": 0.2, "noise_multiplier": 4.0}],
                 },
-                "attacks": [],
-                "audit": {"canaries": 200, "confidence": 0.99},
-            }
+                audit={"canaries": 200, "confidence": 0.99},
+            )
         ),
         stack,
     )

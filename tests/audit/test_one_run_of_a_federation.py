@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny import tiny_scenario
 
 import fedsim
 from fedsim.audit import one_run, quiet
@@ -39,18 +40,16 @@ def workload(stack: list[dict[str, Any]], sampling: str = "without_replacement")
     if sampling == "balls_in_bins":
         local["batch_size"] = 18
     scenario = resolve(
-        {
-            "name": "tiny",
-            "seed": 5,
-            "data": {"source": {"name": "digits", "size": 8}, "clients": 40},
-            "model": {"name": "mlp", "hidden": [16]},
-            "training": {"rounds": 4, "local": local},
-            "defenses": {"tried": stack},
-            "observe": {"batch_sizes": [1]},
-            "privacy": {"probes": "outside"},
-            "attacks": [],
-            "audit": {"method": "one_run", "canaries": 1000, "confidence": 0.99},
-        }
+        tiny_scenario(
+            seed=5,
+            data__clients=40,
+            model={"name": "mlp", "hidden": [16]},
+            training={"rounds": 4, "local": local},
+            defenses={"tried": stack},
+            observe={"batch_sizes": [1]},
+            privacy={"probes": "outside"},
+            audit={"method": "one_run", "canaries": 1000, "confidence": 0.99},
+        )
     )
     return Workload(scenario, "tried", load_dataset(scenario))
 

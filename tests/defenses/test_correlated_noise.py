@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_scenario
 from torch import Tensor
 
 from fedsim.contracts.guarantee import Guarantee
@@ -82,23 +83,23 @@ def test_a_client_that_failed_in_between_forgets_nothing_and_leaks_nothing() -> 
 def test_it_is_remembered_beside_other_defenses() -> None:
     """In a real workload: noise of round 2 depends on round 1's, error feedback too, probes on
     nothing that they change."""
-    base: dict[str, Any] = {
-        "name": "tiny",
-        "data": {"source": {"name": "digits", "size": 8}, "clients": 3},
-        "model": {"name": "kan", "hidden": 4},
-        "training": {"rounds": 3, "local": {"batch_size": 4}},
-        "defenses": {
-            f"c{correlation}": [
-                {"name": "correlated_noise", **NOISE, "correlation": correlation},
-                {"name": "top_k", "ratio": 1.0},
-            ]
-            for correlation in (0.0, 0.5)
-        },
-        "attacks": [],
-        "observe": {"batch_sizes": [2]},
-        "privacy": {"probes": "outside"},
+    stacks = {
+        f"c{correlation}": [
+            {"name": "correlated_noise", **NOISE, "correlation": correlation},
+            {"name": "top_k", "ratio": 1.0},
+        ]
+        for correlation in (0.0, 0.5)
     }
-    scenario = resolve(base)
+    scenario = resolve(
+        tiny_scenario(
+            data__clients=3,
+            model={"name": "kan", "hidden": 4},
+            training__rounds=3,
+            defenses=stacks,
+            observe={"batch_sizes": [2]},
+            privacy={"probes": "outside"},
+        )
+    )
     found: dict[float, list[Tensor]] = {}
     for correlation in (0.0, 0.5):
         workload = Workload(scenario, f"c{correlation}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_scenario
 from torch import Tensor
 
 from fedsim.contracts.defense import ServerRound
@@ -47,27 +48,23 @@ def test_without_noise_it_is_the_sum_over_those_who_are_asked() -> None:
 
 
 def scenario(**changes: Any) -> Any:
-    base: dict[str, Any] = {
-        "name": "tiny",
-        "data": {"source": {"name": "digits", "size": 8}, "clients": 3},
-        "model": {"name": "kan", "hidden": 4},
-        "training": {"rounds": 3, "local": {"batch_size": 4}},
-        "federation": {"participation": 0.67},
-        "defenses": {
+    clip = {"name": "clip", "norm": 0.1}
+    base = tiny_scenario(
+        data__clients=3,
+        model={"name": "kan", "hidden": 4},
+        training__rounds=3,
+        federation={"participation": 0.67},
+        defenses={
             "none": ["aggregate"],
-            "bounded": [{"name": "clip", "norm": 0.1}, {"name": "dp_ftrl", "noise_multiplier": 0}],
+            "bounded": [clip, {"name": "dp_ftrl", "noise_multiplier": 0}],
             **{
-                f"c{c}": [
-                    {"name": "clip", "norm": 0.1},
-                    {"name": "dp_ftrl", "noise_multiplier": 2.0, "correlation": c},
-                ]
+                f"c{c}": [clip, {"name": "dp_ftrl", "noise_multiplier": 2.0, "correlation": c}]
                 for c in (0.0, 0.5)
             },
         },
-        "attacks": [],
-        "observe": {"batch_sizes": [2]},
-        "privacy": {"delta": 1e-3, "probes": "outside"},
-    }
+        observe={"batch_sizes": [2]},
+        privacy={"delta": 1e-3, "probes": "outside"},
+    )
     return resolve({**base, **changes})
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Context, Message, RecordDict
+from tiny import change
 
 from fedsim.federation import client_app, federate, local, server_app
 from fedsim.federation.checkpoint import Checkpoints
@@ -60,13 +61,7 @@ def scenario(**changes: Any) -> Scenario:
         "attacks": [],
         "observe": {"rounds": [1, "last"], "clients": [0]},
     }
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        section = plain
-        for name in path:
-            section = section[name]
-        section[last] = value
-    return Scenario.model_validate(plain)
+    return Scenario.model_validate(change(plain, changes))
 
 
 @cache

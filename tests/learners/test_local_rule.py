@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import tiny_scenario
 from torch import Tensor, nn
 
 from fedsim.attacking.replay import simulation_error
@@ -28,16 +29,15 @@ _STEP = {"name": "step", "every": 2, "factor": 0.1}
 def scenario(
     local: dict[str, Any], stack: list[dict[str, Any]] | None = None, **training: Any
 ) -> Scenario:
+    training = {"rounds": 5, "local": {"batch_size": 6, "lr": 0.01, **local}, **training}
     return resolve(
-        {
-            "name": "tiny",
-            "seed": 3,
-            "data": {"source": "digits", "clients": 2},
-            "model": {"name": "mlp", "hidden": [8]},
-            "training": {"rounds": 5, "local": {"batch_size": 6, "lr": 0.01, **local}, **training},
-            "defenses": {"none": stack or []},
-            "attacks": [],
-        }
+        tiny_scenario(
+            seed=3,
+            data__source="digits",
+            model={"name": "mlp", "hidden": [8]},
+            training=training,
+            defenses={"none": stack or []},
+        )
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_scenario
 
 import fedsim
 from fedsim.contracts.defense import global_norm
@@ -15,14 +16,10 @@ from fedsim.scenario.resolve import resolve
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
 
-BASE: dict[str, Any] = {
-    "name": "tiny",
-    "data": {"source": {"name": "digits", "size": 8}, "clients": 2},
-    "model": {"name": "kan", "hidden": 2, "intervals": 2},
-    "training": {"rounds": 2, "local": {"batch_size": 4, "lr": 20.0}},
-    "defenses": {"none": []},
-    "attacks": [],
-}
+BASE = tiny_scenario(
+    model={"name": "kan", "hidden": 2, "intervals": 2},
+    training={"rounds": 2, "local": {"batch_size": 4, "lr": 20.0}},
+)
 
 
 def workload(radius: float | None, **training: Any) -> Workload:

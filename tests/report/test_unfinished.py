@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import tiny_scenario
 from typer.testing import CliRunner
 
 import fedsim
@@ -163,17 +164,14 @@ def test_a_run_without_a_row_yet_is_no_invalid_one(half: Path) -> None:
     assert "remove it" in invoked("leaderboard", str(half)).output
 
 
-SWEPT = {
-    "name": "swept",
-    "seed": 3,
-    "data": {"source": {"name": "digits", "size": 8}, "clients": 2},
-    "model": {"name": "mlp", "hidden": [8]},
-    "training": {"rounds": 2, "local": {"batch_size": 2, "lr": 0.1}},
-    "defenses": {"none": [], "pruning": [{"name": "gradient_pruning", "ratio": 0.9}]},
-    "attacks": ["label_inference"],
-    "observe": {"rounds": [1], "clients": [0], "batch_sizes": [1], "trials": 2},
-    "sweep": {"training.local.lr": [0.1, 0.2]},
-}
+SWEPT = tiny_scenario(
+    seed=3,
+    training={"rounds": 2, "local": {"batch_size": 2}},
+    defenses={"none": [], "pruning": [{"name": "gradient_pruning", "ratio": 0.9}]},
+    attacks=["label_inference"],
+    observe={"rounds": [1], "batch_sizes": [1], "trials": 2},
+    sweep={"training.local.lr": [0.1, 0.2]},
+)
 
 
 @pytest.mark.usefixtures("attacks_here")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import tiny_scenario
 
 import fedsim
 from fedsim.results.record import read_lines
@@ -19,16 +20,15 @@ STACKS: dict[str, list[Any]] = {
     "loud": [{**PRIVATE, "noise_multiplier": 50.0}],
     "quiet": [{**PRIVATE, "noise_multiplier": 2.0}],
 }
-SCENARIO: dict[str, Any] = {
-    "name": "theory",
-    "seed": 3,
-    "data": {"source": {"name": "digits", "size": 16}, "clients": 2},
-    "model": {"name": "mlp", "hidden": [8]},
-    "training": {"rounds": 1, "local": {"batch_size": 2, "lr": 0.1}},
-    "defenses": STACKS,
-    "attacks": [{"name": "idlg", "iterations": 2}],
-    "observe": {"clients": [0], "batch_sizes": [1], "trials": 1},
-}
+SCENARIO = tiny_scenario(
+    seed=3,
+    data__source={"name": "digits", "size": 16},
+    model={"name": "mlp", "hidden": [8]},
+    training__local={"batch_size": 2},
+    defenses=STACKS,
+    attacks=[{"name": "idlg", "iterations": 2}],
+    observe={"batch_sizes": [1]},
+)
 
 
 def theory(out: Path, **changes: Any) -> dict[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import tiny_scenario
 from torch import Tensor
 
 from fedsim.contracts.metric import ScoringError
@@ -130,16 +131,7 @@ def _truth_of(splits: list[CandidateSplit], inputs: Tensor, labels: Tensor) -> G
 def test_too_few_candidates_for_a_low_rate_are_warned_of(
     count: int | None, attack: str, lines: int
 ) -> None:
-    scenario = resolve(
-        {
-            "name": "few",
-            "data": {"source": {"name": "digits", "size": 8}},
-            "model": "mlp",
-            "defenses": {"none": []},
-            "attacks": [attack],
-            "observe": {"candidates": count},
-        }
-    )
+    scenario = resolve(tiny_scenario(attacks=[attack], observe={"candidates": count}))
     assert len(cautions(scenario)) == lines
 
 
@@ -147,17 +139,12 @@ def test_too_few_candidates_for_a_low_rate_are_warned_of(
 def test_clients_that_clip_for_the_strategy_are_told_to_be_defended(name: str, said: bool) -> None:
     strategy = f"DifferentialPrivacyClientSide{name}" if name else "FedAvg"
     parameters = {"strategy": "FedAvg", "noise_multiplier": 0.1, "num_sampled_clients": 4}
+    told = {**parameters, "clipped_count_stddev": 2.0} if name else {}
     scenario = resolve(
-        {
-            "name": "clipped",
-            "data": {"source": {"name": "digits", "size": 8}},
-            "model": "mlp",
-            "training": {"algorithm": "fedavg"},
-            "federation": {
-                "strategy": strategy,
-                "strategy_parameters": {**parameters, "clipped_count_stddev": 2.0} if name else {},
-            },
-            "attacks": ["label_inference"],
-        }
+        tiny_scenario(
+            training={"algorithm": "fedavg"},
+            federation={"strategy": strategy, "strategy_parameters": told},
+            attacks=["label_inference"],
+        )
     )
     assert any("clip what it sends" in line for line in cautions(scenario)) == said

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_scenario
 from torch import Tensor
 
 import fedsim
@@ -44,16 +45,13 @@ def noisy(correlation: float, multiplier: float = 2.0, norm: float = 1.0) -> lis
 def scenario(sampling: str, **changes: Any) -> Scenario:
     local = {"batch_size": 16, "lr": 0.5, "sampling": sampling, **changes.pop("local", {})}
     training = {"rounds": 4, **changes.pop("training", {}), "local": local}
-    base: dict[str, Any] = {
-        "name": "tiny",
-        "data": {"source": {"name": "digits", "size": 8}, "clients": 30},
-        "model": {"name": "kan", "hidden": 2, "intervals": 2},
-        "training": training,
-        "defenses": {"none": []},
-        "attacks": [],
-        "observe": {"batch_sizes": [2]},
-        "privacy": {"probes": "outside"},
-    }
+    base = tiny_scenario(
+        data__clients=30,
+        model={"name": "kan", "hidden": 2, "intervals": 2},
+        training=training,
+        observe={"batch_sizes": [2]},
+        privacy={"probes": "outside"},
+    )
     return resolve({**base, **changes})
 
 

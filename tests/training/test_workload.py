@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_scenario
 from torch import Tensor
 
 from fedsim.federation import refusals, server_app
@@ -247,15 +248,7 @@ def test_a_client_trains_on_the_candidates_that_its_coins_say_and_no_others() ->
         assert len(client.own) == len(before) - len(others)
 
 
-IMAGES: dict[str, Any] = {
-    "name": "wall",
-    "seed": 3,
-    "data": {"source": {"name": "digits", "size": 8}, "clients": 3},
-    "model": {"name": "mlp", "hidden": [4]},
-    "training": {"rounds": 2, "local": {"batch_size": 4, "lr": 0.1}},
-    "defenses": {"none": []},
-    "attacks": [],
-}
+IMAGES = tiny_scenario(seed=3, data__clients=3, training__rounds=2)
 ROWS: dict[str, Any] = {
     "name": "rows",
     "seed": 3,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import tiny_scenario
 
 import fedsim
 from fedsim.privacy.numerics import gaussian
@@ -20,15 +21,12 @@ from fedsim.words import format_claim
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
-SCENARIO: dict[str, Any] = {
-    "name": "claims",
-    "data": {"source": {"name": "digits", "size": 8}, "clients": 2},
-    "model": {"name": "mlp", "hidden": [4]},
-    "training": {"rounds": 1, "local": {"batch_size": 1, "lr": 0.1}},
-    "defenses": {"dp": [{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 4.0}]},
-    "attacks": ["label_inference"],
-    "observe": {"rounds": [1], "clients": [0], "batch_sizes": [300]},
-}
+SCENARIO = tiny_scenario(
+    training__local={"batch_size": 1},
+    defenses={"dp": [{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 4.0}]},
+    attacks=["label_inference"],
+    observe={"batch_sizes": [300]},
+)
 
 
 def workload(**changes: Any) -> Workload:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import tiny_scenario
 
 from fedsim.models.base import normalize
 from fedsim.recording.files import load_observation, save_observation
@@ -34,16 +35,8 @@ over_distances = pytest.mark.parametrize("distance", [cosine_distance, squared_d
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_the_observation_declares_the_whole_stack(stack: str, tmp_path: Path) -> None:
-    scenario = resolve(
-        {
-            "name": "aware",
-            "data": {"source": {"name": "digits", "size": 8}, "clients": 3},
-            "model": {"name": "mlp", "hidden": [4]},
-            "training": {"rounds": 1, "local": {"batch_size": 2, "lr": 0.25}},
-            "defenses": STACKS,
-            "attacks": [],
-        }
-    )
+    local = {"batch_size": 2, "lr": 0.25}
+    scenario = resolve(tiny_scenario(data__clients=3, training__local=local, defenses=STACKS))
     workload = Workload(scenario, stack)
     parameters, buffers = workload.initial()
     update = workload.client_update(0, 1, parameters, buffers, {}).update

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy.stats import kstest, norm
+from tiny import tiny_scenario
 
 import fedsim
 from fedsim import rng
@@ -27,14 +28,7 @@ NOISY: dict[str, Any] = {
     "gaussian": [{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 1.0}],
     "dp_sgd": [{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 1.0}],
 }
-SCENARIO: dict[str, Any] = {
-    "name": "seeds",
-    "data": {"source": {"name": "digits", "size": 8}, "clients": 2},
-    "model": {"name": "mlp", "hidden": [4]},
-    "training": {"rounds": 1, "local": {"batch_size": 2, "lr": 0.1}},
-    "defenses": NOISY,
-    "attacks": [],
-}
+SCENARIO = tiny_scenario(training__local={"batch_size": 2}, defenses=NOISY)
 
 
 def recorded(stack: str, seed: int, folder: Path) -> tuple[Observation, Tensors, Path]:

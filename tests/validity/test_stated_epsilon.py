@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_scenario
 from torch import Tensor
 
 from fedsim import rng
@@ -180,14 +181,8 @@ def test_tensors_that_no_defense_acts_on_void_a_claim(monkeypatch: pytest.Monkey
 
 def test_a_learner_that_steps_around_the_stack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients leave the client bare, and the claim would be that of dp_sgd."""
-    document = {
-        "name": "steps",
-        "data": {"source": {"name": "digits", "size": 8}, "clients": 1},
-        "model": {"name": "mlp", "hidden": [4]},
-        "training": {"rounds": 1, "local": {"batch_size": 4, "lr": 0.1}},
-        "defenses": {"dp": [{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 1.0}]},
-        "attacks": [],
-    }
+    private = [{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 1.0}]
+    document = tiny_scenario(data__clients=1, defenses={"dp": private})
     refusals.check(Workload(resolve(document), "dp"))
     train = sgd.train
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import tiny_scenario
 from typer.testing import CliRunner
 
 import fedsim
@@ -18,16 +19,14 @@ from fedsim.types import FedsimError
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
 VANTAGES = ["server", "client", "eavesdropper"]
-SCENARIO: dict[str, Any] = {
-    "name": "vantages",
-    "seed": 5,
-    "data": {"source": {"name": "digits", "size": 8}, "clients": 2},
-    "model": {"name": "mlp", "hidden": [16], "activation": "sigmoid"},
-    "training": {"rounds": 2, "local": {"batch_size": 1, "lr": 0.1}},
-    "attacks": ["label_inference", {"name": "idlg", "iterations": 20}],
-    "observe": {"rounds": [1], "clients": "all", "vantages": VANTAGES},
-    "federation": {"tls": False},
-}
+SCENARIO = tiny_scenario(
+    seed=5,
+    model={"name": "mlp", "hidden": [16], "activation": "sigmoid"},
+    training={"rounds": 2, "local": {"batch_size": 1}},
+    attacks=["label_inference", {"name": "idlg", "iterations": 20}],
+    observe={"rounds": [1], "clients": "all", "vantages": VANTAGES},
+    federation={"tls": False},
+)
 
 
 def changed(**sections: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
+from tiny import tiny_scenario
 
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.stack import chain
@@ -38,18 +39,15 @@ def gaussian_epsilon(noise: float) -> float:
 
 def noisy(secure: dict[str, Any], clients: int) -> Workload:
     made = resolve(
-        {
-            "name": "watched",
-            "data": {"source": {"name": "digits", "size": 8}, "clients": clients},
-            "model": {"name": "mlp", "hidden": [4]},
-            "training": {"rounds": 2, "local": {"batch_size": 2}},
-            "attacks": [],
-            "observe": {"rounds": [1], "clients": [0], "vantages": ["server", "client"]},
-            "defenses": {
+        tiny_scenario(
+            data__clients=clients,
+            training={"rounds": 2, "local": {"batch_size": 2}},
+            observe={"rounds": [1], "vantages": ["server", "client"]},
+            defenses={
                 "noisy": [{"name": "clip", "norm": 1.0}, {"name": "secure_aggregation", **secure}]
             },
-            "privacy": {"delta": DELTA},
-        }
+            privacy={"delta": DELTA},
+        )
     )
     return Workload(made, "noisy")
 
