@@ -19,6 +19,7 @@ from fedsim.report.threat import threat_model_of
 from fedsim.results.lines import ClaimOf, ControlKind, Metrics, ResultRow, RoundRow, UtilityOf
 from fedsim.results.reading import load_runs, measurements
 from fedsim.scoring import METRICS, Accuracy, Summary, accuracy, share, summarize
+from fedsim.scoring.statistics import LEAST
 from fedsim.targets.images import EXPOSED_IMAGE
 from fedsim.words import describe_variant
 
@@ -124,6 +125,19 @@ def images(rows: Sequence[ResultRow]) -> int | None:
 
 
 def units(rows: Sequence[ResultRow]) -> list[list[int]]:
+    """Groups the indices of `rows` by network, from three networks on, and else as `unshared`.
+
+    Trials of one network share its weights, so that a spread over them says nothing of others.
+    Where fewer groups share no image, the result is these.
+    """
+    networks: dict[Path, list[int]] = {}
+    for index, row in enumerate(rows):
+        networks.setdefault(row.folder, []).append(index)
+    apart = unshared(rows)
+    return [*networks.values()] if LEAST <= len(networks) < len(apart) else apart
+
+
+def unshared(rows: Sequence[ResultRow]) -> list[list[int]]:
     """Groups the indices of `rows` so that no two groups have an image in common, in order.
 
     Each release of a table is a group of its own, since it tosses its own coins on which rows take
@@ -244,9 +258,11 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
     """Aggregates the trials of one cell; `yielded` are the metrics that its attack can recover."""
     first, trials = rows[0], units(rows)
 
-    def measured(values: Sequence[float | None] | None) -> list[float]:
+    def measured(
+        values: Sequence[float | None] | None, groups: Sequence[Sequence[int]] = trials
+    ) -> list[float]:
         """Returns one value per independent trial: the mean over its rows that have a value."""
-        present = [[v for i in unit if (v := values[i]) is not None] for unit in trials if values]
+        present = [[v for i in unit if (v := values[i]) is not None] for unit in groups if values]
         return [sum(unit) / len(unit) for unit in present if unit]
 
     def summary(values: Sequence[float | None] | None) -> Summary | None:
@@ -262,7 +278,8 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
     main = first.main
     # A leak is only what the update added: public images alone may bring a gain.
     due = due_gains(rows, main.ranking.name) if main.ranking.name in yielded else None
-    counted = measured(due)
+    # A mean over a network would hide the one picture of many that leaks.
+    counted = measured(due, unshared(rows))
     leaks = sum(gain >= main.leaks for gain in counted)
     return LeaderboardRow(
         cell=first.cell,
