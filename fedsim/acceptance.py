@@ -170,10 +170,15 @@ def place_of(index: int, variants: Sequence[Variant]) -> str:
 def accept(
     variant: Variant, place: str, *, quiet: bool, out: Path | None = None, link: Link | None = None
 ) -> Accepted:
-    """Loads a variant's data, checks everything about it (`federation.refusals`), and returns both.
+    """Loads a variant's data, and checks everything about it; a FedsimError refuses it.
 
-    `place` stands before names of stages, and `link` leads to nodes elsewhere. Without `out`, the
-    run's folder, clients that are elsewhere hold what the scenario's own source deals.
+    Args:
+        variant: The scenario, with the keys that a sweep assigns.
+        place: Prefix of the names of stages, see `Accepted.place`.
+        quiet: Whether to show no progress.
+        out: The run's folder. If None, clients that are elsewhere count as holding what the
+            scenario's own source deals.
+        link: Where the SuperLink to nodes elsewhere is; None for an engine without.
     """
     scenario = variant.scenario
     # A device that is not there is refused before any data are loaded.

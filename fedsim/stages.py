@@ -39,7 +39,15 @@ def attack(
     *,
     workers: Workers,
 ) -> None:
-    """Runs and scores every attack by `workers`, in their block, and shows progress."""
+    """Runs and scores every attack, and shows progress.
+
+    Args:
+        jobs: The attacks, each on one observation.
+        setting: What the jobs share.
+        on_result: Called with each job and its result, in the order in which they end.
+        display: Display of the attacks that are at work.
+        workers: Processes of the stage, within their block.
+    """
 
     def on_progress(job: Job, at: Progress) -> None:
         of = f"/{at.total}" if at.total else ""
@@ -55,9 +63,14 @@ def finish(
     *,
     attack_public: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> None:
-    """Adds controls, sorts rows by `order`, draws pictures, and writes the record of `facts`.
+    """Completes results.jsonl of a run, draws its pictures, and writes its record.
 
-    `attack_public` attacks updates of public images for rows without another client's update.
+    Args:
+        folder: The run's folder.
+        facts: Fields of record.json, to which the environment and the peak memory are added.
+        order: Key by which rows are sorted.
+        attack_public: Attacks updates of public images, the control of rows that have no other
+            client's update; by default none.
     """
     path = folder / "results.jsonl"
     # A resumed run may have written a row twice: the last one of a key counts.

@@ -97,8 +97,11 @@ def format_claim(
 ) -> str:
     """Formats ε with its δ, unit and neighbours, as `3.2 (1e-05, example, replace one)`.
 
-    An infinite ε is `∞` alone, and None is a dash. A relation that is no differential privacy is
-    followed by `no DP`.
+    Args:
+        epsilon: ε; an infinite one is `∞` alone, and None (not accounted) is a dash.
+        delta: δ; None is `δ unknown`.
+        unit: Owner of what is hidden, `client` or `example`; None is `unit unknown`.
+        relation: Neighbours, as in `PrivacyClaim`, followed by `no DP` where that is so; or None.
     """
     if epsilon is None or math.isinf(epsilon):
         return format_epsilon(epsilon)

@@ -137,9 +137,13 @@ def asked_about(
 
 
 def add_all_sources(truth: Truth, root: Path, path: Path, observation: Observation) -> Truth:
-    """Returns `truth` with the records of all clients that the watcher of `observation` saw.
+    """Returns a truth with the records of all clients that the watcher of a recording saw.
 
-    `root` is the run's folder, and `path` the observation's JSON file.
+    Args:
+        truth: Truth of the recording.
+        root: The run's folder.
+        path: Path of the recording's JSON file.
+        observation: The recording.
     """
     seen = paths_beside(path, observation)
     ids = [f"{each.parents[1].name}/{each.parent.name}/{each.stem}" for each in seen]
@@ -180,7 +184,12 @@ def score_answer(
 ) -> Result:
     """Scores an attack's answer or failure, writes the reconstruction, and returns the result.
 
-    `bound` is what theory predicts of the error; None if it says nothing of this attack.
+    Args:
+        job: The attack on its observation.
+        answer: The answer, or the reason of the failure.
+        bound: What theory predicts of the error; None if it says nothing of this attack.
+        setting: What all jobs of the run share.
+        aids: `setting.aids`, made once in a process.
     """
     # No attack is loaded here: it could look for the truth, and its package may be missing.
     observation = load_observation(job.observation, setting.device)

@@ -56,8 +56,16 @@ def hand_over(
     """Returns the observation as the threat model shows it, and what is handed over beside it.
 
     The client's new batch-norm buffers are withheld below `bn: inferred`. Candidates, records and
-    earlier rounds are not among the knowledge: `questions` adds them. What is granted and not there
-    raises a ValueError.
+    earlier rounds are not among the knowledge: `questions` adds them.
+
+    Args:
+        observation: The recording.
+        truth: What clients really used; None if it is not known.
+        granted: What the threat model grants.
+        public: Public data of the recording's run, if any.
+
+    Raises:
+        ValueError: something is granted and not there.
     """
     if truth is None and (secrets := granted.from_truth()):
         raise ValueError(f"{' and '.join(secrets)} can only be granted with the truth")
@@ -73,7 +81,7 @@ def hand_over(
     return observation, Knowledge(
         grant=granted,
         true_labels=None if labels is None else labels.to(device, copy=True),
-        exact_bn=batch_statistics(observation, truth) if truth and granted.bn == "exact" else None,
+        exact_bn=_batch_statistics(observation, truth) if truth and granted.bn == "exact" else None,
         true_features=None if features is None else features.to(device, copy=True),
         public_images=None if images is None else images.to(device),
         public_labels=None if classes is None else classes.to(device),
@@ -104,14 +112,7 @@ def hand_over_candidates(
     )
 
 
-def hand_over_rounds(
-    observation: Observation, granted: Grant, seen: Sequence[Observation]
-) -> tuple[Observation, ...]:
-    """Returns what the watcher of `observation` saw up to this round, as far as it is `granted`."""
-    return tuple(_withhold(each, granted) for each in seen or (observation,))
-
-
-def hand_over_records(truth: Truth | None, seen: tuple[Observation, ...]) -> SourceRecords | None:
+def _hand_over_records(truth: Truth | None, seen: tuple[Observation, ...]) -> SourceRecords | None:
     """Returns the records whose client is asked for; `truth` is that of `add_sources`."""
     secret = truth.tensors() if truth else {}
     if types.SOURCE_INPUTS not in secret:
@@ -134,10 +135,15 @@ def hand_over_row(
     asked: bool,
     exchanged: torch.Generator | None = None,
 ) -> Knowledge:
-    """Returns the knowledge for a question about the row `target`.
+    """Returns the knowledge for a question about one row.
 
-    Attacks are `asked` whether the row took part, or to recover it. `exchanged` draws the row of
-    the same client that is withheld where the target did not take part; None withholds none.
+    Args:
+        truth: Rows of all clients, and which took part.
+        target: Index of the row.
+        granted: What the threat model grants.
+        asked: Whether the attack is asked if the row took part, and not to recover it.
+        exchanged: Stream that draws a row of the same client to withhold where the target did not
+            take part; None withholds none.
     """
     others: tuple[Tensor, ...] = ()
     if granted.rows == "others":
@@ -159,7 +165,7 @@ def hand_over_row(
     )
 
 
-def batch_statistics(observation: Observation, truth: Truth) -> dict[str, Tensor]:
+def _batch_statistics(observation: Observation, truth: Truth) -> dict[str, Tensor]:
     """Returns `<layer>.mean` and `<layer>.var` (biased) of each batch norm's input, by channel.
 
     They are of all the victim's images, under the global weights, in train mode.
@@ -218,11 +224,11 @@ def questions(
         yield from _of_rows(attack, observation, truth, granted, seed, restarts)
         return
     shown, known = hand_over(observation, truth, granted, public)
-    rounds = hand_over_rounds(observation, granted, seen)
+    rounds = tuple(_withhold(each, granted) for each in seen or (observation,))
     if not attack.reads_truncated:
         shown, rounds = remove_truncated(shown), tuple(map(remove_truncated, rounds))
     if attack.asked_of_sources:
-        known = replace(known, records=hand_over_records(truth, rounds))
+        known = replace(known, records=_hand_over_records(truth, rounds))
     elif attack.asked_of_candidates:
         known = replace(known, candidates=hand_over_candidates(truth, rounds))
     if attack.joins_rounds:

@@ -115,7 +115,17 @@ class VictimModel:
         mode: Mode = "train",
         head: str | None = None,
     ) -> None:
-        """Takes the model apart; the arguments and errors are those of `observe`."""
+        """Takes the model apart; errors are those of `observe`.
+
+        Args:
+            model: At the weights that clients start from; it is copied.
+            input_shape: (C, H, W) of an image.
+            classes: Number of classes.
+            mean: Mean of each channel, which is subtracted from pixels; default 0.
+            std: Standard deviation of each channel; default 1.
+            mode: Mode of the client's layers while it trains.
+            head: Name of the linear layer that classifies, where it is not the last one.
+        """
         shape = _shape(input_shape)
         if classes < 2:
             raise FedsimError(f"classes: expected at least 2, got {classes}")
@@ -156,11 +166,14 @@ class VictimModel:
         buffers: Mapping[str, Tensor] | None = None,
         state: Mapping[str, Tensor] | None = None,
     ) -> Observation:
-        """Returns what a server sees of one undefended client's `update` in the first round.
+        """Returns what a server sees of one undefended client's update in the first round.
 
-        All tensors are by the model's own names. `update` is a gradient or a change of weights, see
-        `observe`. `buffers` are new ones of batch norm, if any were sent, and `state` is what the
-        client started from, where that is not the model's.
+        Args:
+            update: Gradient or change of weights, see `observe`, by the model's own names.
+            training: The client's local training.
+            buffers: New buffers of batch norm by their names, if any were sent.
+            state: Parameters and buffers that the client started from; those left out are the
+                model's.
         """
         names = self._names
         # Differences of state dicts have zeros for frozen parameters: only a change contradicts
@@ -317,8 +330,16 @@ def own_names(
 
     Names that are the model's own once `prefix` stands before them, or as they are, are taken so.
     Otherwise a prefix that all names share (`module.`, `base_model.model.`) is taken off, or that
-    of a part of the model is put before them; several that fit are refused. Where none does,
-    `tensors` are returned as they are. `what` names them in messages.
+    of a part of the model is put before them. Where none fits, tensors are returned as they are.
+
+    Args:
+        tensors: Tensors by names.
+        model: The model.
+        what: Name of `tensors` in messages.
+        prefix: Prefix to try first.
+
+    Raises:
+        FedsimError: several prefixes fit.
     """
     own = dict(model.state_dict())
     short = {name.replace(".default.", "."): name for name in own}
@@ -366,9 +387,14 @@ def _prefixes(names: Sequence[str]) -> list[str]:
 def checked_examples(
     images: Tensor, labels: Tensor, spec: ModelSpec, count: int, *, where: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """Returns `count` images in [0, 1] and classes, as float32 and int64 on the CPU, or refuses.
+    """Returns images and classes as float32 and int64 on the CPU; a FedsimError if they are not.
 
-    `images` have the shape that `spec` states; `where` stands before messages.
+    Args:
+        images: (N, C, H, W) pixels in [0, 1].
+        labels: (N,) integers.
+        spec: Description of the model that classifies them.
+        count: Number N that there have to be.
+        where: Text before messages.
     """
     shape = (count, *spec.input_shape)
     if tuple(images.shape) != shape:

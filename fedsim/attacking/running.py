@@ -73,7 +73,7 @@ class Workers:
         """Ends the processes; those at work end at once if there is an error."""
         self._running.__exit__(*error)
 
-    def start(self, setting: Setting, around: Surroundings) -> None:
+    def _start(self, setting: Setting, around: Surroundings) -> None:
         """Starts the processes within the block, if they are not there yet."""
         if self._attackers is not None:
             return
@@ -85,13 +85,13 @@ class Workers:
         else:
             self._aids = setting.aids
 
-    def attack(self, index: int, questions: bytes) -> Future[bytes]:
+    def _attack(self, index: int, questions: bytes) -> Future[bytes]:
         """Sends packed `questions`, with progress under `index`; the future has packed answers."""
         assert self._attackers is not None
         with delay_interrupts():
             return self._attackers.submit(answer_packed, index, questions)
 
-    def score(
+    def _score(
         self, setting: Setting, job: Job, answer: AttackAnswer, bound: TensorBound | None
     ) -> Future[Result]:
         """Scores the answer to a job, here if workers are few, and writes the reconstruction."""
@@ -104,7 +104,7 @@ class Workers:
         with delay_interrupts():
             return self._scorers.submit(_score_packed, setting.root, job, packed, bound)
 
-    def report_news(
+    def _report_news(
         self, jobs: Sequence[Job], on_progress: Callable[[Job, Progress], None]
     ) -> None:
         """Calls `on_progress` with each job and progress that attacks told since the last call."""
@@ -128,7 +128,15 @@ def run_jobs(
     on_progress: Callable[[Job, Progress], None],
     on_result: Callable[[Job, Result], None],
 ) -> None:
-    """Runs `jobs` by `workers`, in their block, and reports; a worker's death is a RunFailed."""
+    """Runs jobs; a worker's death is a RunFailed.
+
+    Args:
+        jobs: The attacks, each on one observation.
+        setting: What they share.
+        workers: Processes of the stage, within their block.
+        on_progress: Called with a job and its progress now and then.
+        on_result: Called with each job and its result, in the order in which they end.
+    """
     if setting.device.startswith("cuda"):
         torch.cuda.empty_cache()  # what this process trained with is the attacks' now
     public = Public.of(setting.root, setting.granted)
@@ -151,18 +159,18 @@ def run_jobs(
     def settle(asked: _AskedJob) -> None:
         # Called after each answer and once all is asked, since either may come last.
         if asked.done:
-            scored = workers.score(setting, asked.job, asked.answer(), asked.bound)
+            scored = workers._score(setting, asked.job, asked.answer(), asked.bound)
             pending[scored] = partial(on_result, asked.job)
 
     try:
         with threads.fix_within(setting.threads):
-            workers.start(setting, around)
+            workers._start(setting, around)
             left = _scorable(jobs, setting, public, on_result)
             asked = next(left, None)
             while asked or pending:
                 while asked and asking < _AHEAD * workers.count:
                     if questions := asked.next():
-                        future = workers.attack(asked.index, questions)
+                        future = workers._attack(asked.index, questions)
                         pending[future] = partial(take, asked, asked.sent)
                         asking += 1
                     else:
@@ -170,7 +178,7 @@ def run_jobs(
                         asked = next(left, None)
                 # The timeout lets news of progress through while no future ends.
                 done, _ = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
-                workers.report_news(jobs, on_progress)
+                workers._report_news(jobs, on_progress)
                 for future in done:
                     # A future carries what follows on its result: `take` for answers, `on_result`
                     # for scores.
@@ -213,7 +221,7 @@ class _AskedJob:
         if attack.asked_of_sources:
             truth = add_all_sources(truth, setting.root, job.observation, observation)
         # Theory speaks of what was released, also to an attack that is not told of the defenses.
-        self.bound = observed_bound(observation) if attack.follows_tensor_rate else None
+        self.bound = _observed_bound(observation) if attack.follows_tensor_rate else None
         seen: tuple[Observation, ...] = ()
         if attack.joins_rounds and observation.payload == "update":
             seen = load_beside(job.observation, observation)
@@ -290,7 +298,7 @@ def _shared_setting() -> tuple[Setting, Aids]:
     return setting, setting.aids
 
 
-def observed_rate(observation: Observation) -> float | None:
+def _observed_rate(observation: Observation) -> float | None:
     """Returns theory's error rate of attacks on an observation (`tensor_rate`); None if unknown."""
     head = observation.model.parameters.get("head")
     seen = observation.update.get("head.output.weight")
@@ -319,7 +327,7 @@ def observed_rate(observation: Observation) -> float | None:
     )
 
 
-def observed_bound(observation: Observation) -> TensorBound:
+def _observed_bound(observation: Observation) -> TensorBound:
     """Returns the paper's bound of the error of attacks on an observation (`tensor_bound`)."""
     head, effect = observation.model.parameters.get("head"), observation.effect
     if not head or "head.output.weight" not in observation.update:
@@ -329,7 +337,7 @@ def observed_bound(observation: Observation) -> TensorBound:
             reason="entries that are kept depend on the weights, so that Stein's lemma does not "
             "apply (section 3.6)"
         )
-    rate, training = observed_rate(observation), observation.training
+    rate, training = _observed_rate(observation), observation.training
     if rate is None:
         return TensorBound(
             reason="entries are rounded, mixed or an optimizer's steps, or noise is unknown or all "

@@ -85,7 +85,14 @@ class Stack:
     def private(
         self, statistic: Statistic, value: Tensor, release: Release, rng: torch.Generator
     ) -> Tensor:
-        """Returns a client's `statistic` made private, or `value` itself if nothing acts on it."""
+        """Returns a client's statistic made private, or `value` itself if nothing acts on it.
+
+        Args:
+            statistic: Name of the statistic.
+            value: Features (n, d) or kernel matrix (n, n).
+            release: Release that is computed from it.
+            rng: Stream of the defenses, on the CPU.
+        """
         for defense in self.statistic_defenses:
             if defense.statistic == statistic:
                 return defense.apply(value, release, rng)

@@ -88,7 +88,12 @@ def local_step(
 ) -> LocalStep:
     """Returns a step of softmax regression, whose features are the flattened images.
 
-    `loss` need not be that of the model; `gradient` is the direction so far. `shape` is (C, H, W).
+    Args:
+        loss: Loss, which need not be that of the model.
+        gradient: Direction so far.
+        batch_size: Divisor of sums over a batch.
+        shape: (C, H, W) of an image.
+        classes: Number of classes.
     """
     spec = example_spec(shape, classes, hidden=[])
     model = build(spec, seed=0)
@@ -404,9 +409,16 @@ def make_kernel_release(
     num_clients: int = 1,
     seed: int = 0,
 ) -> tuple[Observation, RowTruth]:
-    """Returns what a server sees of a kernel regression of uint8 (N, C, H, W), and the truth.
+    """Returns what a server sees of a kernel regression of images, and the truth.
 
-    `members` (N,) bool says whether each image takes part; `parameters` are of learner ntk.
+    Args:
+        images: (N, C, H, W) uint8, by client; each has as many.
+        labels: (N,) int64.
+        members: (N,) bool: whether each image takes part.
+        parameters: Parameters of learner ntk.
+        defense: Defenses as a scenario lists them.
+        num_clients: Number of clients; several need an aggregation defense to combine them.
+        seed: Seed of the random matrices and the defenses' noise.
     """
     stack = build_stack([reference(member) for member in defense])
     channels = images.shape[1]

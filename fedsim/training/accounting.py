@@ -16,14 +16,18 @@ from fedsim.types import FedsimError, Observation, PrivacyClaim, Vantage
 def spent(
     server: Server, round: int, *, probes: bool = True, seen_from: Vantage = "server"
 ) -> PrivacyClaim:
-    """Returns what the stack guarantees after `round` rounds, for the client that is worst off.
+    """Returns what the stack guarantees of all that clients released, for the one worst off.
 
-    That client combines the most participations so far, the most probes and the least data. The
-    claim covers all that clients released to whoever looks from `seen_from`, in training and in
-    answer to probes. Probes are left out if `probes` is False, or if the scenario declares them
-    outside of the deployment (`privacy.probes`).
+    That client combines the most participations so far, the most probes and the least data.
+
+    Args:
+        server: The federation.
+        round: Number of rounds that are over.
+        probes: Whether answers to probes count, unless the scenario declares them outside of the
+            deployment (`privacy.probes`).
+        seen_from: View of whoever looks.
     """
-    account, stack = account_of(server), accounted_stack(server, seen_from)
+    account, stack = account_of(server), _accounted_stack(server, seen_from)
     worst: PrivacyClaim | None = None
     for entry in account.entries(server.stack, round, probes=probes):
         # The ledger may stop at a quick bound for a client that cannot be worse than this.
@@ -41,7 +45,7 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
     declared = server.declared
     if probing:
         declared = server.declared_of(seen.training.batch_size)
-    own, stack = [seen.client], accounted_stack(server, seen.vantage)
+    own, stack = [seen.client], _accounted_stack(server, seen.vantage)
     if seen.vantage in ("aggregate", "client"):
         # A mean is made of all others' data, so the claim is that of the worst of them.
         taking_part = server.plan(seen.round).participants
@@ -90,7 +94,7 @@ def claim_for_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
     by sampling protects it. Earlier rounds count as well: the weights that the update starts from
     tell of them.
     """
-    account, stack = account_of(server), accounted_stack(server, seen.vantage)
+    account, stack = account_of(server), _accounted_stack(server, seen.vantage)
     entries = [
         replace(_with_set_up(server, entry), drawn=True)
         for entry in account.entries(server.stack, seen.round)
@@ -131,7 +135,7 @@ def check_promise(server: Server) -> None:
         )
 
 
-def accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
+def _accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
     """Returns the defenses between a client's data and whoever looks from `seen_from`.
 
     A participant (`client`) sees the combination in any case, and knows what it added itself. Seen

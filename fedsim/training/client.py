@@ -91,12 +91,19 @@ class Client:
         probe: Probe | None = None,
         most_steps: int | None = None,
     ) -> ClientResult:
-        """Trains on the global model in `round` and applies the stack, without side effects.
+        """Trains on the global model and applies the stack, without side effects, on CPU tensors.
 
-        Tensors of the result are on the CPU. `state` is what the client's previous round left
-        (empty before the first). A `probe` is answered instead of training. `most_steps` bounds
-        local steps, for a trial run. A FedsimError says that the batch is larger than the client's
-        data.
+        Args:
+            server: The federation.
+            round: Number of the round, from 1.
+            parameters: Parameters of the global model.
+            buffers: Its buffers.
+            state: `ClientResult.state` of the client's previous round; empty before the first.
+            probe: Probe to answer instead of training, if any.
+            most_steps: Bound on local steps, for a trial run; None: as declared.
+
+        Raises:
+            FedsimError: a batch is larger than the client's data.
         """
         declared = server.declared_for(probe)
         if most_steps is not None:
@@ -170,7 +177,11 @@ class Client:
     ) -> rng.Stream:
         """Returns the stream of roundings and noise in a secure sum of the client's update.
 
-        The update was computed from these `parameters` and `buffers`; `probe` is None in training.
+        Args:
+            round: Number of the round, from 1.
+            probe: Probe that the update answers; None in training.
+            parameters: Parameters of the global model that the update was computed from.
+            buffers: Its buffers.
         """
         secret, at = self._noise(parameters, buffers)
         again = (probe.release,) if probe else ()
@@ -297,12 +308,20 @@ class CandidateSplit:
 def split_candidates(
     parts: Sequence[Tensor], inputs: Tensor, count: int, seed: int, *, least: int = 1
 ) -> list[CandidateSplit]:
-    """Draws `count` candidates of each client of `parts` (indices), and tosses the coin of each.
+    """Draws candidates of each client, and tosses the coin of each; returns a split per client.
 
-    Candidates and others of a client are drawn alike, so that nothing but the coin tells members
-    from others. An example whose content occurs twice among all `inputs` is no candidate: its copy
-    could be trained on while it is held out. A FedsimError says that a client has too few without a
-    copy, or would keep fewer than `least`.
+    An example whose content occurs twice among all `inputs` is no candidate: its copy could be
+    trained on while it is held out.
+
+    Args:
+        parts: (n,) indices of each client's examples in `inputs`.
+        inputs: (N, ...) training inputs of all clients.
+        count: Number of candidates of a client.
+        seed: Seed of draws and coins.
+        least: Least number of examples that each client has to keep.
+
+    Raises:
+        FedsimError: a client has too few examples without a copy, or would keep too few.
     """
     # Compared by content, since a copy has an index of its own.
     digests = [rng.of_bytes(each.contiguous().numpy().tobytes()) for each in inputs]
@@ -344,11 +363,17 @@ def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[st
 def look(
     server: Server, client: int, round: int, kept: Tensors, parameters: Tensors, buffers: Tensors
 ) -> Observation:
-    """Returns what `client` sees of the others in `round`, assuming that all of them answered.
+    """Returns what a participant sees of the others, if all answered; fails as `told_update`.
 
-    The update is the others' mean; `num_clients` of the observation counts them alone. `kept` is of
-    that round (`pack_round`); `parameters` and `buffers` are the new global model's. It fails as
-    `Computation.told_update`.
+    The update is the others' mean; `num_clients` of the observation counts them alone.
+
+    Args:
+        server: The federation.
+        client: Number of the participant who looks.
+        round: Number of the round, from 1.
+        kept: What `pack_round` returned of that round.
+        parameters: Parameters of the next global model.
+        buffers: Its buffers.
     """
     update, own_buffers, before, old_buffers = (_under(kind, kept) for kind in _PARTS)
     others = len(server.plan(round).participants) - 1

@@ -104,14 +104,10 @@ class Server:
         refs = self.scenario.defenses[self.stack_name]
         written = build_stack(refs)
         asking = [i for i, ref in enumerate(refs) if spending.asked_epsilons(build_stack([ref]))]
-        return spending.calibrate_noise(
-            written,
-            place=f"defenses.{self.stack_name}[{asking[-1] if asking else 0}]",
-            scenario=self.scenario,
-            schedule=self._schedule(written),
-            declared=self.declared,
-            held=self.census.held,
-        )
+        place = f"defenses.{self.stack_name}[{asking[-1] if asking else 0}]"
+        schedule = self._schedule(written)
+        account = spending.Account(self.scenario, schedule, self.declared, self.census.held)
+        return spending.calibrate_noise(written, account, place)
 
     @cached_property
     def declared(self) -> LocalTraining:
@@ -270,10 +266,13 @@ class Server:
         *,
         seed: int | None = None,
     ) -> Update:
-        """Returns what the server sees of all `updates` of `round`, by the stack's aggregation.
+        """Returns what the server sees of all updates of a round, by the stack's aggregation.
 
-        They answer `probe`, or (None) an order to train, and are taken one by one. `seed` is that
-        of the server's noise; by default its own.
+        Args:
+            updates: The clients' updates, which are taken one by one.
+            round: Number of the round, from 1.
+            probe: Probe that they answer; None: an order to train.
+            seed: Seed of the server's noise; by default its own.
         """
         aggregation = self.stack.aggregation
         assert aggregation is not None
@@ -326,12 +325,18 @@ class Server:
         releases: int = 1,
         watcher: Watcher = "server",
     ) -> Observation:
-        """Returns what `watcher` saw of `update`, for a learner that attacks can observe.
+        """Returns what a watcher saw of an update, for a learner that attacks can observe.
 
-        One client's part of a secure sum is masked: only who has all of the sum's secrets knows how
-        it was altered. `client` is -1 for the aggregate, `parameters` and `buffers` are those that
-        clients started from, and `probe` is None in training. `update` is the mean of `releases`,
-        or combines those of `num_clients`.
+        Args:
+            round: Number of the round, from 1.
+            client: Number of the client; -1 for the aggregate.
+            update: The update as the watcher decodes it.
+            parameters: Parameters that clients started from.
+            buffers: Buffers that they started from.
+            probe: Probe that was answered; None in training.
+            num_clients: Number of clients whose updates `update` combines.
+            releases: Number of releases of the same batch whose mean `update` is.
+            watcher: Who saw it.
         """
         spec = self.computation.describe()
         assert spec is not None
@@ -387,9 +392,13 @@ class Server:
     def observation_id(
         self, round: int, client: int, probe: Probe | None, watcher: Watcher = "server"
     ) -> str:
-        """Returns the id of what `watcher` sees of an answer; client -1 is the aggregate.
+        """Returns the id of what a watcher sees of an answer.
 
-        The answer is that to `probe`, or (None) an update of training.
+        Args:
+            round: Number of the round, from 1.
+            client: Number of the client; -1 for the aggregate.
+            probe: Probe that was answered; None in training.
+            watcher: Who sees it.
         """
         suffix = f"b{probe.batch_size}-t{probe.trial}" if probe else "training"
         return observation_id(self.stack_name, round, client, suffix, watcher)

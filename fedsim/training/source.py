@@ -82,9 +82,14 @@ def private_statistics(
 
     Weights to start from may be a model of the same clients: they count unless the scenario
     declares them public. Where a partition deals by labels, one example also influences who holds
-    the others; not if data are not `dealt`, but brought by clients. `owns` has the indices of each
-    known client's examples: where some of its images are equal, one of them influences how often
-    counted probes draw the others.
+    the others. Where some of a client's images are equal, one of them influences how often counted
+    probes draw the others.
+
+    Args:
+        scenario: The scenario.
+        dataset: Data that the clients hold.
+        owns: (n,) indices of each known client's training examples in `dataset`.
+        dealt: Whether a partition dealt the data, and clients did not bring them.
     """
     found = dataset.private_statistics
     if found is None:

@@ -42,28 +42,18 @@ def found_noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:
     ]
 
 
-def calibrate_noise(
-    written: Stack,
-    *,
-    place: str,
-    scenario: Scenario,
-    schedule: Schedule,
-    declared: LocalTraining,
-    held: Sequence[int],
-) -> Stack:
+def calibrate_noise(written: Stack, account: Account, place: str) -> Stack:
     """Returns `written` with the least noise that keeps the worst client's ε to the one asked for.
 
     The noise depends on public facts alone: whoever knows these finds the same, to the last digit.
     If no ε is asked for, `written` stays as it is. A FedsimError about the key `place` says that
-    the ε cannot be reached, or has another δ than the ledger. `declared` is before defenses, and
-    `held` has 0 where a client's number of examples is not known.
+    the ε cannot be reached, or has another δ than the ledger.
     """
     if not asked_epsilons(written):
         return written
     with blaming(place):
-        target = _only_target(written, scenario.privacy.delta)
-        account = Account(scenario, schedule, declared, held)
-        entries = account.entries(written, scenario.training.rounds)
+        target = _only_target(written, account.scenario.privacy.delta)
+        entries = account.entries(written, account.scenario.training.rounds)
         reason: str | None = None
 
         def epsilon_of(multiplier: float) -> float:
@@ -71,7 +61,7 @@ def calibrate_noise(
             stack, found = _with_noise(written, multiplier), 0.0
             for entry in entries:
                 # With `known`, the ledger may answer for a client that is not worst by a bound.
-                stated = claim(stack, declared, replace(entry, known=found))
+                stated = claim(stack, account.declared, replace(entry, known=found))
                 found, reason = max(found, stated.epsilon), stated.reason
                 if found > target.epsilon:
                     break  # too little noise, whatever the others spend

@@ -441,10 +441,14 @@ _WATCHED = (
 def keep_testimony(
     folder: Path, steps: Steps, order: TrainingOrder, mods: list[DeployedPart], max_bytes: int
 ) -> None:
-    """Writes the watched `steps` of one `order` below `folder`.
+    """Writes the watched steps of one order to disk, or the reason why no truth was seen.
 
-    `mods` are the parts of the app that change the answer, outermost first, and `max_bytes` bounds
-    all that is kept of a run. Where no truth was seen, the reason is written before it is raised.
+    Args:
+        folder: Folder of testimonies, which has one for each run.
+        steps: Steps of `watch_training`, at its end.
+        order: The order to train.
+        mods: Parts of the app that change the answer, outermost first.
+        max_bytes: Bound on the size of all that is kept of a run.
 
     Raises:
         FedsimError: The training has no truth that an attack could be scored by, or no room.

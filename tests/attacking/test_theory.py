@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedsim.attacking.running import observed_bound, observed_rate
+from fedsim.attacking.running import _observed_bound, _observed_rate
 from fedsim.models.local import mean_gradient_factor
 from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.recovery import tensor_rate
@@ -41,7 +41,7 @@ def seen(
 
 
 def rate(observation: Observation) -> float:
-    found = observed_rate(observation)
+    found = _observed_rate(observation)
     assert found is not None
     return found
 
@@ -57,7 +57,7 @@ def test_without_noise_it_is_the_papers() -> None:
     assert plain == pytest.approx(tensor_rate(width=512, dimension=12, images=3, classes=10))
     assert rate(seen(CLIP)) == pytest.approx(plain)
     without_head, _ = make_observation(*example_batch(2))
-    assert observed_rate(without_head) is None
+    assert _observed_rate(without_head) is None
 
 
 def test_every_way_to_declare_noise_is_the_same_noise() -> None:
@@ -114,11 +114,11 @@ def test_noise_of_several_steps_is_what_they_add_up_to(momentum: float, correlat
 
 def test_what_is_not_known_is_left_out() -> None:
     noise = {"name": "correlated_noise", "norm": 1.0, "noise_multiplier": 0.003, "correlation": 0.5}
-    assert observed_rate(replace(seen(noise), releases=4)) is None
+    assert _observed_rate(replace(seen(noise), releases=4)) is None
     untold = replace(seen(), effect=UNKNOWN)
-    assert observed_rate(untold) is None
+    assert _observed_rate(untold) is None
     of_the_sum = Effect(noise=(Noise(variance=1.0, on="sum"),))
-    assert observed_rate(replace(seen(), effect=of_the_sum)) is None
+    assert _observed_rate(replace(seen(), effect=of_the_sum)) is None
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_a_bound_that_does_not_apply_names_the_condition(
     observation, _ = make_observation(
         *example_batch(3), model="mlp", model_parameters=parameters, defense=defense
     )
-    found = observed_bound(observation)
+    found = _observed_bound(observation)
     assert not found.is_valid
     assert cause in (found.reason or "")
-    assert found.rate == observed_rate(observation)
+    assert found.rate == _observed_rate(observation)
     assert (found.rate is None) == (cause in ("Stein", "rounded", "two-layer head"))
 
 
@@ -156,6 +156,6 @@ def test_a_bound_that_applies_has_no_reason() -> None:
         model_parameters={"hidden": [120], "head": head},
         num_classes=2,
     )
-    found = observed_bound(observation)
+    found = _observed_bound(observation)
     assert found.is_valid and found.value is not None and found.rate is not None
     assert found.value == pytest.approx(found.rate * math.sqrt(2 * math.pi))

@@ -24,6 +24,7 @@ from fedsim.privacy.numerics import work
 from fedsim.scenario import Scenario, expand
 from fedsim.testing.cases import local_step
 from fedsim.training import accounting, spending
+from fedsim.training.accounting import account_of
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Census
 from fedsim.training.source import load_dataset
@@ -150,12 +151,11 @@ def test_what_cannot_be_claimed_says_why(changes: dict[str, Any], said: str) -> 
 def test_the_smallest_client_decides() -> None:
     uneven = {"data": {"source": {"name": "digits", "size": 8}, "clients": 2}}
     made = scenario(**uneven)
-    shared = {"place": "p", "scenario": made, "declared": Workload(made, "dp").declared}
     written = chain(DPSGD(norm=1.0, epsilon=8.0))
-    schedule = Workload(made, "dp").schedule
+    account = account_of(Workload(made, "dp"))
 
     def found(*held: int) -> float:
-        stack = spending.calibrate_noise(written, held=held, schedule=schedule, **shared)
+        stack = spending.calibrate_noise(written, replace(account, held=held), "p")
         return spending.found_noises(stack)[0][1]
 
     assert found(700, 60) == found(60, 60) > found(700, 700)
@@ -175,15 +175,10 @@ def test_a_search_over_uneven_bins_is_bounded(monkeypatch: pytest.MonkeyPatch) -
         return claimed(curve, *given)
 
     monkeypatch.setattr(CorrelatedCurve, "claim", counted)
-    held, shared = [112, 133, 193, 233], {"place": "p", "scenario": made}
+    held = [112, 133, 193, 233]
+    account = replace(account_of(workload), held=held)
     with work.heard_by(lambda done, total: told.append(done / total)):
-        stack = spending.calibrate_noise(
-            chain(DPSGD(norm=1.0, epsilon=8.0)),
-            held=held,
-            schedule=workload.schedule,
-            declared=workload.declared,
-            **shared,
-        )
+        stack = spending.calibrate_noise(chain(DPSGD(norm=1.0, epsilon=8.0)), account, "p")
     assert len(asked) <= 10
     assert told == sorted(told) and len(told) > 100 and told[-1] <= 1
     spent = {

@@ -77,13 +77,13 @@ a limit of membership where presence is not claimed
     fedsim/results/rows.py:_membership_limits [validity/test_beside_leakage]
     guarantee.relation != 'add_or_remove' => guarantee.relation is None
 a participant that forgets its own noise
-    fedsim/training/accounting.py:accounted_stack [validity/test_who_holds_the_noise]
+    fedsim/training/accounting.py:_accounted_stack [validity/test_who_holds_the_noise]
     seen_from == 'client' => seen_from == 'nobody'
 shared noise of clients that collude
     defenses/secure_aggregation.py:SecureAggregation.guarantee [validity/test_who_holds_the_noise]
     before.pooled.with_share(1 - self.colluding) => before.pooled
 an ideal that a deployment's server computes itself
-    fedsim/training/accounting.py:accounted_stack [validity/test_who_holds_the_noise]
+    fedsim/training/accounting.py:_accounted_stack [validity/test_who_holds_the_noise]
     build_engine(server.scenario.federation.engine).remote => False
 a limit of ε kept by what is no differential privacy
     fedsim/report/limits.py:_why_not_kept [report/test_limits]

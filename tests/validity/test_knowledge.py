@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim.attacking.knowledge import Public, hand_over, hand_over_rounds
+from fedsim.attacking.knowledge import Public, hand_over, questions
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
@@ -26,6 +26,7 @@ from fedsim.testing.cases import example_batch
 from fedsim.training.workload import Workload
 from fedsim.types import GroundTruth, LocalTraining, Mode, Observation
 from fedsim_attacks.gradient_matching._matching import Matching, squared_distance
+from fedsim_attacks.membership.property_inference import PropertyInference
 
 SCENARIO: dict[str, Any] = {
     "name": "knowledge",
@@ -110,7 +111,8 @@ def test_labels_and_statistics_are_handed_over_only_as_granted(labels: str, bn: 
     assert (knowledge.true_labels is not None) == (labels == "known")
     assert (knowledge.exact_bn is not None) == (bn == "exact")
     assert bool(shown.buffers_update) == (bn in ("inferred", "exact"))
-    (alone,) = hand_over_rounds(observation, knowledge.grant, ())
+    (asked,) = questions(PropertyInference(of="clients"), observation, truth, knowledge.grant, 0)
+    (alone,) = asked.knowledge.seen
     assert bool(alone.buffers_update) == (bn in ("inferred", "exact"))
     assert shown.buffers, "the global model's own statistics are public"
     kept = replace(shown, buffers_update=observation.buffers_update)
