@@ -64,7 +64,7 @@ _Grants = Annotated[
 ]
 
 
-def assess(
+def _assess(
     tapped: Annotated[Path, typer.Argument(metavar="TAPPED")],
     model: _Model,
     truth: _Truth,
@@ -95,7 +95,7 @@ def assess(
     TAPPED is the folder that fedsim.tap wrote to. See docs/your-own-flower-app.md.
     """
     with exits():
-        from fedsim.assessment import assess as assess_recording
+        from fedsim.assessment import assess
         from fedsim.results.record import strict_json
         from fedsim.scenario import grant_of
         from fedsim.system import paths
@@ -107,7 +107,7 @@ def assess(
         local = {"batch_size": batch_size, "lr": lr, "epochs": epochs, "momentum": momentum}
         # Without --attack the argument is left out, so that the function's own default holds.
         chosen = dict(_plugins("attack", attacks))
-        finished = assess_recording(
+        finished = assess(
             tapped,
             model,
             truth=truth,
@@ -137,6 +137,11 @@ def assess(
             notes = strict_json(paths.content(finished.out / "record.json", paths.TEXT))["notes"]
             for note in notes.values():
                 typer.echo(note, err=True)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the command `assess` to `app`."""
+    app.command("assess")(_assess)
 
 
 def _plugins(kind: str, texts: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -25,10 +25,10 @@ from fedsim.cli.shared import (
     SharedSeed,
     TableFormat,
     exits,
+    leaderboard,
     say_what_lacks,
     show,
 )
-from fedsim.cli.shared import leaderboard as written_leaderboard
 from fedsim.cli.stand_ins import read_without_libraries
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ Kind = Literal[
 ]
 
 
-@app.command()
-def run(
+@app.command("run")
+def _run(
     scenario: ScenarioFile,
     out: Annotated[
         Path | None, typer.Option(help="Folder to fill; default runs/<name of the scenario>.")
@@ -109,13 +109,13 @@ def run(
     overrides = [*(settings or []), *(f"{k}={v}" for k, v in short.items() if v is not None)]
     with exits():
         from fedsim.federation.network.link import Link
-        from fedsim.pipeline import run as run_scenario
+        from fedsim.pipeline import run
 
         link = None
         if superlink is not None:
             link = Link(superlink=superlink, roots=roots, secret=secret, shared_seed=shared_seed)
             overrides.append("federation.engine=deployment")
-        finished = run_scenario(
+        finished = run(
             scenario,
             out=out,
             overrides=overrides,
@@ -129,8 +129,8 @@ def run(
             show(finished)
 
 
-@app.command()
-def attack(
+@app.command("attack")
+def _attack(
     observation: Annotated[Path, typer.Argument(metavar="OBSERVATION")],
     name: Annotated[str, typer.Option("--attack", metavar="NAME", help="See fedsim list attacks.")],
     settings: Settings = None,
@@ -164,7 +164,7 @@ def attack(
     """
     with exits():
         from fedsim import progress
-        from fedsim.attacking.replay import attack as attack_recording
+        from fedsim.attacking.replay import attack
         from fedsim.contracts.attack import Progress
         from fedsim.scenario import grant_of, parameters_of
         from fedsim.system.paths import writable_folder
@@ -187,7 +187,7 @@ def attack(
                 said = f"start {at.restart + 1}: iteration {at.iteration}, loss {at.loss:.2e}"
                 display.detail(name, said)
 
-            reconstruction, row = attack_recording(
+            reconstruction, row = attack(
                 observation,
                 name,
                 parameters,
@@ -204,8 +204,8 @@ def attack(
             _save(reconstruction, row, out)
 
 
-@app.command()
-def leaderboard(
+@app.command("leaderboard")
+def _leaderboard(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     format: Annotated[TableFormat, typer.Option(help="How to write it.")] = "table",
     html: Annotated[
@@ -227,12 +227,12 @@ def leaderboard(
             typer.echo(write_page(folders, html))
         runs = load_runs(folders)
         if not html:
-            typer.echo(written_leaderboard(runs, format), nl=False)
+            typer.echo(leaderboard(runs, format), nl=False)
         say_what_lacks(runs)
 
 
-@app.command()
-def serve(
+@app.command("serve")
+def _serve(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     host: Annotated[
         str, typer.Option(help="To listen on; off the loopback interface a token is needed.")
@@ -247,8 +247,7 @@ def serve(
     DIR is the folder of a run, or one that holds folders of runs. Ctrl-C ends it.
     """
     with exits():
-        from fedsim.report.serving import PageServer
-        from fedsim.report.serving import serve as serve_page
+        from fedsim.report.serving import PageServer, serve
         from fedsim.system.addresses import is_loopback
 
         def on_ready(server: PageServer) -> None:
@@ -260,11 +259,11 @@ def serve(
                     err=True,
                 )
 
-        serve_page(folders, host=host, port=port, demand_token=token, on_ready=on_ready)
+        serve(folders, host=host, port=port, demand_token=token, on_ready=on_ready)
 
 
-@app.command()
-def check(
+@app.command("check")
+def _check(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     max_psnr: Annotated[
         float | None, typer.Option(help="dB that the best image of any attack may have.")
@@ -300,8 +299,8 @@ def check(
         _judge(lines, "all limits are kept")
 
 
-@app.command()
-def compare(
+@app.command("compare")
+def _compare(
     before: Annotated[Path, typer.Argument(metavar="BEFORE")],
     after: Annotated[Path, typer.Argument(metavar="AFTER")],
 ) -> None:
@@ -323,8 +322,8 @@ def _judge(lines: list[str], good: str) -> None:
         raise typer.Exit(1)
 
 
-@app.command()
-def report(
+@app.command("report")
+def _report(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
     out: Annotated[
         Path | None, typer.Option(help="File to write; default report.html in the folder.")
@@ -344,8 +343,8 @@ def report(
         say_what_lacks(load_runs([folder]))
 
 
-@app.command()
-def dossier(
+@app.command("dossier")
+def _dossier(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default DIR.")] = None,
     pdf: Annotated[
@@ -368,7 +367,7 @@ def dossier(
 
 
 @app.command("list")
-def list_plugins(
+def _list(
     kind: Annotated[Kind | None, typer.Argument(metavar="KIND")] = None,
     format: Annotated[Literal["table", "json"], typer.Option(help="How to write it.")] = "table",
 ) -> None:
@@ -393,8 +392,8 @@ def list_plugins(
         typer.echo(read_without_libraries(read, *(f"fedsim.{each}" for each in kinds)))
 
 
-@app.command()
-def schema() -> None:
+@app.command("schema")
+def _schema() -> None:
     """Print the JSON Schema of scenario files, for completion in editors."""
     with exits():
 
@@ -408,8 +407,8 @@ def schema() -> None:
         typer.echo(json.dumps(found, indent=2))
 
 
-@app.command()
-def validate(
+@app.command("validate")
+def _validate(
     scenario: ScenarioFile,
     settings: Settings = None,
     resolved: Annotated[
@@ -434,9 +433,9 @@ def validate(
             typer.secho(f"{scenario}: WARNING: {line}", err=True, fg="yellow")
         facts: list[list[str]] = [[] for _ in variants]
         if not without_data:
-            from fedsim.acceptance import validate as ask
+            from fedsim.acceptance import validate
 
-            accepted = ask(scenario, overrides=settings or [], quiet=False)
+            accepted = validate(scenario, overrides=settings or [], quiet=False)
             facts = [variant.lines() for variant in accepted]
         if resolved:
             # Several documents in one stream of YAML, as a sweep is several scenarios.
@@ -455,8 +454,8 @@ def validate(
                 typer.echo(f"{indent}{line}")
 
 
-@app.command()
-def preflight(
+@app.command("preflight")
+def _preflight(
     origin: Annotated[Path, typer.Argument(metavar="SCENARIO|DIR")],
     settings: Settings = None,
     as_json: Annotated[
@@ -515,5 +514,5 @@ def _save(reconstruction: Reconstruction, row: dict[str, Any], out: Path) -> Non
     write_json(out / "result.json", row)
 
 
-app.command()(assess.assess)
+assess.add_to(app)
 network.add_to(app)

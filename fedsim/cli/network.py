@@ -20,7 +20,7 @@ from fedsim.cli.shared import (
 from fedsim.system import addresses
 
 
-def up(
+def _up(
     scenario: ScenarioFile,
     out: Annotated[Path, typer.Option(help="Folder to fill, with the nodes' folders in it.")],
     nodes: Annotated[
@@ -40,9 +40,9 @@ def up(
     is done at once.
     """
     with exits():
-        from fedsim.deploying import up as run_up
+        from fedsim.deploying import up
 
-        finished = run_up(
+        finished = up(
             scenario,
             out=out,
             nodes=nodes,
@@ -56,7 +56,7 @@ def up(
             show(finished)
 
 
-def keys(
+def _keys(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
     nodes: Annotated[int, typer.Option("-n", "--nodes", min=1, help="Clients, a node each.")],
     hosts: Annotated[
@@ -82,7 +82,7 @@ def keys(
             typer.echo(party)
 
 
-def register(
+def _register(
     public: Annotated[list[Path], typer.Argument(metavar="KEY...")],
     superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="Of the SuperLink itself.")],
     roots: RootCertificates = None,
@@ -110,7 +110,7 @@ def register(
             typer.echo(f"{path.name}: {'registered' if is_new else 'was registered already'}")
 
 
-def node(
+def _node(
     superlink: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Of the SuperLink, or of its gate.")
     ],
@@ -164,7 +164,7 @@ def node(
         serve(app, member, lambda line: typer.echo(line, err=True), stop)
 
 
-def collect(
+def _collect(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
     homes: Annotated[
         list[Path] | None,
@@ -180,9 +180,9 @@ def collect(
     DIR is the run's folder.
     """
     with exits():
-        from fedsim.pipeline import collect as collect_truth
+        from fedsim.pipeline import collect
 
-        finished = collect_truth(folder, homes=homes or [], workers=workers, quiet=quiet)
+        finished = collect(folder, homes=homes or [], workers=workers, quiet=quiet)
         if not quiet:
             show(finished)
 
@@ -208,5 +208,5 @@ def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -
 
 def add_to(app: typer.Typer) -> None:
     """Adds the commands `up`, `keys`, `register`, `node` and `collect` to `app`."""
-    for command in (up, keys, register, node, collect):
-        app.command()(command)
+    for command in (_up, _keys, _register, _node, _collect):
+        app.command(command.__name__[1:])(command)

@@ -29,15 +29,15 @@ Plot = Annotated[
 
 
 @app.callback(invoke_without_command=True)
-def privacy(context: typer.Context, as_json: AsJson = False) -> None:
+def _privacy(context: typer.Context, as_json: AsJson = False) -> None:
     """Without a command: list the mechanisms with their keys, units and ranges."""
     if context.invoked_subcommand is None:
         with exits():
             _list(as_json)
 
 
-@app.command()
-def delta(
+@app.command("delta")
+def _delta(
     mechanism: MechanismArgument = None,
     keys: KeysArgument = None,
     epsilon: Epsilon = None,
@@ -51,8 +51,8 @@ def delta(
     _ask("delta", mechanism, keys, as_json, plot, epsilon=epsilon)
 
 
-@app.command()
-def epsilon(
+@app.command("epsilon")
+def _epsilon(
     mechanism: MechanismArgument = None,
     keys: KeysArgument = None,
     delta: Delta = None,
@@ -66,8 +66,8 @@ def epsilon(
     _ask("epsilon", mechanism, keys, as_json, plot, delta=delta)
 
 
-@app.command()
-def calibrate(
+@app.command("calibrate")
+def _calibrate(
     mechanism: MechanismArgument = None,
     keys: KeysArgument = None,
     epsilon: Epsilon = None,
@@ -81,8 +81,8 @@ def calibrate(
     _ask("calibrate", mechanism, keys, as_json, None, epsilon=epsilon, delta=delta)
 
 
-@app.command()
-def audit(
+@app.command("audit")
+def _audit(
     mechanism: MechanismArgument = None,
     keys: KeysArgument = None,
     delta: Delta = None,
@@ -130,8 +130,8 @@ def audit(
             raise typer.Exit(1)
 
 
-@app.command()
-def recovery(keys: KeysArgument = None, as_json: AsJson = False) -> None:
+@app.command("recovery")
+def _recovery(keys: KeysArgument = None, as_json: AsJson = False) -> None:
     """What theory says of feature recovery behind each defense, from above and below.
 
     Keys are those of a two-layer head, its batch and the defenses: width and dimension at least.

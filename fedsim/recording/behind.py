@@ -15,7 +15,7 @@ MOST_BYTES = 512 * 2**20
 """Maximum number of bytes that wait. A caller that brings more waits until there is room."""
 
 
-class WorkQueue:
+class _WorkQueue:
     """A queue of work and the thread that does it; safe to use from several threads."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
@@ -91,7 +91,7 @@ class WorkQueue:
                     self._changed.notify_all()
 
 
-_behind = WorkQueue()
+_behind = _WorkQueue()
 
 
 def later(job: Callable[[], None], size: int = 0) -> None:
@@ -107,7 +107,7 @@ def finish(stalled: float | None = None) -> None:
 def _forget() -> None:
     """Starts anew in a forked process, where the thread is missing and all work is the parent's."""
     global _behind
-    _behind = WorkQueue()
+    _behind = _WorkQueue()
 
 
 if hasattr(os, "register_at_fork"):

@@ -108,10 +108,15 @@ class Recorder:
         clients: int | None,
         max_bytes: int,
     ) -> None:
-        """Goes on with what is written of the run below `out`, the folder of all runs.
+        """Goes on with what is already written of the run, if anything is.
 
-        `clients` is the maximum number of nodes, and `max_bytes` that of the run's folder. None is
-        all `rounds`, and all `clients`.
+        Args:
+            out: Folder of all runs.
+            run_id: Id of the run, as Flower gives it.
+            side: Side of the app that records.
+            rounds: Rounds that are recorded, from 1; None for all.
+            clients: Maximum number of nodes, of those that come first; None for all.
+            max_bytes: Maximum size of the run's folder.
         """
         self.folder = out / f"run-{run_id}"
         self._run_id = run_id
@@ -160,8 +165,17 @@ class Recorder:
     ) -> None:
         """Writes one answer; without room, or of a node's second, it is counted as left out.
 
-        `message_id` is that of the order, by which a client's truth is found, and `broadcast` the
-        digest that `save_broadcast` returned for it.
+        Args:
+            reply: Arrays that the client answered, by the app's names.
+            round: Number of the round, from 1.
+            node_id: Id of the client's node.
+            message_id: Id of the order, by which a client's truth is found.
+            broadcast: Digest that `save_broadcast` returned for the order.
+            config: Numbers and texts of the order.
+            metrics: Those of the answer.
+
+        Raises:
+            FedsimError: safetensors cannot hold an array.
         """
         base = self._round(round) / f"node-{node_id}"
         # The JSON is written last: where it is, the whole answer is.

@@ -105,9 +105,16 @@ def observation_id(
 ) -> str:
     """Returns an observation's id, such as `<stack>/round-0001/client-0000-b4-t0`.
 
-    The word before the number of the client (-1: the aggregate) says what `watcher` saw:
-    `participant-0000-training` is what client 0 saw of others, `wire-0000-b4-t0` what crossed the
-    wire from it. `suffix` is `training`, or batch size and trial of a probe, such as `b4-t0`.
+    Args:
+        stack: Name of the defense stack.
+        round: Number of the round, from 1.
+        client: Number of the client, from 0; -1 for the aggregate.
+        suffix: `training`, or batch size and trial of a probe, such as `b4-t0`.
+        watcher: Who saw it: what a participant saw of others is called `participant-0000-...`, and
+            what an eavesdropper saw `wire-0000-...`.
+
+    Raises:
+        FedsimError: the id would be unsafe as a path.
     """
     who = "aggregate" if client < 0 else f"{_KIND[watcher]}-{client:04d}"
     return checked_id(f"{stack}/round-{round:04d}/{who}-{suffix}")
@@ -175,7 +182,7 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
         parameters=_under("parameter.", state, sidecar.parameters),
         buffers=_under("buffer.", state, sidecar.buffers),
     )
-    for wrong in inconsistencies(observation, sidecar.parameters, sidecar.buffers):
+    for wrong in _inconsistencies(observation, sidecar.parameters, sidecar.buffers):
         raise FedsimError(f"{path}: {wrong}; record it again")
     return observation
 
@@ -300,7 +307,17 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
-    """Writes `content` whole or not at all, see `write_pieces`."""
+    """Writes `content` whole or not at all.
+
+    Args:
+        path: Path of the file, whose folder is made.
+        content: Its bytes.
+        private: Whether the file's owner alone can read it.
+        durable: Whether the file is on the disk when this returns; else a crash may tear it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     write_pieces(path, [content], private=private, durable=durable)
 
 
@@ -407,7 +424,7 @@ _MOST = 1_000_000
 """Maximum of every other count in a recording."""
 
 
-def inconsistencies(
+def _inconsistencies(
     seen: Observation, parameters: Collection[str], buffers: Collection[str]
 ) -> Iterator[str]:
     """Yields a text for each fault by which a recording that lists these names misleads attacks."""

@@ -57,7 +57,14 @@ def _name(client: int) -> str:
 
 
 def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
-    """Writes what `client`, one of perhaps several, really used for the observation `id`."""
+    """Writes what a client really used for an observation, beside the truth of other clients.
+
+    Args:
+        truth: The client's own truth.
+        root: Folder of the run, or of the client's node.
+        id: Id of the observation.
+        client: Number of the client, from 0.
+    """
     # Which client a row is of is told by the file.
     tensors = {name: value for name, value in truth.tensors().items() if name != "clients"}
     write_tensors(_path(root, id, client), tensors)
@@ -106,7 +113,14 @@ def _files(root: Path) -> list[Path]:
 
 
 def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
-    """Removes the truth that `client` wrote of rounds after `last`, and torn files of kills."""
+    """Removes a client's truth of late rounds, and the files that a kill tore in their folders.
+
+    Args:
+        root: Folder of the run, or of the client's node.
+        stack: Name of the defense stack.
+        client: Number of the client, from 0.
+        last: Number of the last round whose truth stays.
+    """
     for folder in home(root, stack).glob("round-*/*"):
         number = folder.parent.name.removeprefix("round-")
         if number.isdecimal() and int(number) > last:

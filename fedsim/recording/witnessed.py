@@ -117,7 +117,16 @@ def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
 def save_unseen(
     out: Path, run_id: int, round: int, node_id: int, message_id: str, *, reason: str
 ) -> None:
-    """Writes the `reason` why nothing is kept of an order (its ids; `round` 0 if unknown)."""
+    """Writes why nothing is kept of an order to train.
+
+    Args:
+        out: Folder of all runs.
+        run_id: Id of the run.
+        round: Number of the round; 0 if the order names none.
+        node_id: Id of the client's node.
+        message_id: Id of the order.
+        reason: The reason, in words.
+    """
     path = _base(out, run_id, round, "unseen", node_id, message_id).with_suffix(".json")
     text = json.dumps({"format": 1, "reason": reason}, indent=2) + "\n"
     write_bytes(path, text.encode(), private=True, durable=False)

@@ -25,15 +25,15 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 24, 14, 42
 _LABEL = 15
 """Labels of points stand at least so many pixels apart."""
 
-COLORS = 8
+_COLORS = 8
 """The page has so many colors for series, `--c0` (undefended) to `--c7`."""
 
-Point = tuple[float, float]
-Span = tuple[float, float]
+_Point = tuple[float, float]
+_Span = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series:
+class _Series:
     """One defense in a chart, as `dots`, joined by a `line`, or by `steps` (across, then up).
 
     `label` stands beside the last point; `hollow` dots are rings.
@@ -41,31 +41,31 @@ class Series:
 
     color: int
     """Number of the color: 0 for the undefended stack. Those beyond the last color share one."""
-    points: Sequence[Point]
+    points: Sequence[_Point]
     """(x, y) of each point, in the units of the axes."""
     shape: Literal["dots", "line", "steps"] = "dots"
     label: str = ""
-    bars: Sequence[tuple[Span | None, Span | None]] = ()
+    bars: Sequence[tuple[_Span | None, _Span | None]] = ()
     """(horizontal, vertical) interval of each point, each (low, high) or None; empty if no point
     has any."""
     hollow: bool = False
-    rings: Sequence[Point] = ()
+    rings: Sequence[_Point] = ()
     """Further points, each as a ring."""
 
 
 @dataclass(frozen=True)
-class Axis:
+class _Axis:
     """One axis of a chart; `name` is the text beside it."""
 
     name: str
-    ends: Span | None = None
+    ends: _Span | None = None
     """Least and largest value on it; by default those of the points."""
     counts: bool = False
     """Whether the axis counts, so that ticks are whole numbers."""
     least: float = 0.0
     """Least length of the axis, so that noise does not look like a difference."""
 
-    def range_of(self, values: Sequence[float]) -> Span:
+    def range_of(self, values: Sequence[float]) -> _Span:
         """Returns (least, largest) of the axis: `ends` if given, else a bit beyond `values`."""
         # Ends that are given hold for every chart of the axis, so that these can be compared.
         if self.ends:
@@ -75,7 +75,7 @@ class Axis:
         margin = 0.08 * max(high - low, self.least or 1.0)
         return low - missing - margin, high + missing + margin
 
-    def ticks(self, ends: Span) -> list[float]:
+    def ticks(self, ends: _Span) -> list[float]:
         """Returns up to eight round numbers between `ends`, which are written at the axis."""
         low, high = ends
         rough = (high - low) / 5
@@ -86,13 +86,10 @@ class Axis:
         return [tick for tick in ticks if not self.counts or tick.is_integer()]
 
 
-def chart(
-    series: Sequence[Series], *, across: Axis, up: Axis, description: str, diagonal: bool = False
+def _draw_chart(
+    series: Sequence[_Series], *, across: _Axis, up: _Axis, description: str, diagonal: bool = False
 ) -> Markup:
-    """Returns a chart as SVG, with `description` for those who cannot see it.
-
-    A dashed line marks equal values if `diagonal`, else zero of the vertical axis.
-    """
+    """Draws a chart as SVG; a dashed line marks equal values if `diagonal`, else zero of `up`."""
     points = [point for one in series for point in (*one.points, *one.rings)]
     bars = [bar for one in series for bar in one.bars]
     xs = [x for x, _ in points] + [end for bar, _ in bars for end in bar or ()]
@@ -145,10 +142,10 @@ def chart(
 
 
 def _color(number: int) -> int:
-    return number if number < COLORS else 1 + (number - 1) % (COLORS - 1)
+    return number if number < _COLORS else 1 + (number - 1) % (_COLORS - 1)
 
 
-def _draw_marks(one: Series, points: Sequence[Point], rings: Sequence[Point]) -> Markup:
+def _draw_marks(one: _Series, points: Sequence[_Point], rings: Sequence[_Point]) -> Markup:
     """Returns the marks of one series at positions in the chart."""
     marks = []
     if one.shape == "dots":
@@ -158,7 +155,7 @@ def _draw_marks(one: Series, points: Sequence[Point], rings: Sequence[Point]) ->
         path = f"M{points[0][0]} {points[0][1]}"
         for a, b in points[1:]:
             path += f"H{a}V{b}" if one.shape == "steps" else f"L{a} {b}"
-        dashed = ' stroke-dasharray="6 3"' if one.color >= COLORS else ""
+        dashed = ' stroke-dasharray="6 3"' if one.color >= _COLORS else ""
         marks.append(Markup(f'<path d="{path}" fill="none"{dashed}/>'))  # noqa: S704 - numbers
     marks += [_circle(*point, 5, hollow=True) for point in rings]
     return Markup('<g class="s{}">{}</g>').format(_color(one.color), Markup("").join(marks))
@@ -214,14 +211,21 @@ def draw_charts(
     colors: Mapping[str, int],
     confidence: float,
 ) -> list[ChartGroup]:
-    """Returns the charts of one comparison that have something to show.
+    """Returns the charts of one comparison that have something to show: leakage, members, training.
 
-    `rows` are of the comparison, `runs` those that they are from, and `verdicts` one for each
-    defense. `colors` maps a defense to the number of its color; intervals hold at `confidence`.
+    Args:
+        rows: Rows of the comparison.
+        runs: Runs that the rows are from.
+        verdicts: The verdict on each defense.
+        colors: Defense -> number of its color, 0 for the undefended stack.
+        confidence: Confidence of the rows' intervals, between 0 and 1.
+
+    Raises:
+        FedsimError: a reconstruction cannot be read.
     """
     figures = [
         _leakage(rows, verdicts, colors, confidence),
-        _membership(accused(rows, runs, colors)),
+        _membership(_list_accused(rows, runs, colors)),
         _training(runs, colors),
     ]
     return [figure for figure in figures if figure is not None]
@@ -242,7 +246,7 @@ def _leakage(
         wide = (100 * accuracy.low, 100 * accuracy.high) if accuracy else None
         high = None if gain.low is None or gain.high is None else (gain.low, gain.high)
         series.append(
-            Series(
+            _Series(
                 label=str(number),
                 color=colors[verdict.defense],
                 points=[(100 * row.test_accuracy, gain.mean)],
@@ -253,12 +257,12 @@ def _leakage(
     if not series:
         return None
     # Bars of many defenses hide one another and the dots.
-    if crowded := len(series) > COLORS:
+    if crowded := len(series) > _COLORS:
         series = [replace(one, bars=()) for one in series]
-    drawn = chart(
+    drawn = _draw_chart(
         series,
-        across=Axis("test accuracy, % → better model", least=4.0),
-        up=Axis("gain over guessing, dB → worse", least=2.0),
+        across=_Axis("test accuracy, % → better model", least=4.0),
+        up=_Axis("gain over guessing, dB → worse", least=2.0),
         description="Leakage against accuracy, a dot for each defense",
     )
     bars = _TEXTS["bars"].format(confidence=confidence, population=population_of(rows))
@@ -269,13 +273,13 @@ def _leakage(
     return ChartGroup("Leakage against accuracy", note, [("", drawn)], legend)
 
 
-def _membership(lines: Sequence[Series]) -> ChartGroup | None:
+def _membership(lines: Sequence[_Series]) -> ChartGroup | None:
     if not lines:
         return None
-    drawn = chart(
+    drawn = _draw_chart(
         [replace(line, label="") for line in lines],
-        across=Axis("share of other rows that are accused", (0, 1)),
-        up=Axis("share of members found → worse", (0, 1)),
+        across=_Axis("share of other rows that are accused", (0, 1)),
+        up=_Axis("share of members found → worse", (0, 1)),
         description="True against false positive rate, a line for each defense",
         diagonal=True,
     )
@@ -285,7 +289,7 @@ def _membership(lines: Sequence[Series]) -> ChartGroup | None:
 
 def _training(runs: Sequence[StoredRun], colors: Mapping[str, int]) -> ChartGroup | None:
     """Returns the curves of each defense, from the first run of its stack; a point is no curve."""
-    curves: dict[str, dict[str, Series]] = {"test_accuracy": {}, "train_loss": {}}
+    curves: dict[str, dict[str, _Series]] = {"test_accuracy": {}, "train_loss": {}}
     for run in runs:
         for name in dict.fromkeys(row.defense for row in run.rounds if row.defense in colors):
             for field, of_field in curves.items():
@@ -295,7 +299,7 @@ def _training(runs: Sequence[StoredRun], colors: Mapping[str, int]) -> ChartGrou
                     if row.defense == name
                 ]
                 points = [(at, float(v)) for at, v in values if v is not None and math.isfinite(v)]
-                of_field.setdefault(name, Series(color=colors[name], points=points, shape="line"))
+                of_field.setdefault(name, _Series(color=colors[name], points=points, shape="line"))
     if all(len(curve.points) < 2 for curve in curves["test_accuracy"].values()):
         return None
     charts = []
@@ -303,17 +307,17 @@ def _training(runs: Sequence[StoredRun], colors: Mapping[str, int]) -> ChartGrou
         caption = name.replace("_", " ").replace("train ", "training ")
         said = f"{caption} by round, a line for each defense"
         if any(curve.points for curve in of_field.values()):
-            across, up = Axis("round", counts=True), Axis(caption)
-            drawn = chart(list(of_field.values()), across=across, up=up, description=said)
+            across, up = _Axis("round", counts=True), _Axis(caption)
+            drawn = _draw_chart(list(of_field.values()), across=across, up=up, description=said)
             charts.append((caption, drawn))
     legend = [(name, colors[name]) for name in curves["test_accuracy"]]
     legend.sort(key=lambda entry: entry[1])
     return ChartGroup("Training", _TEXTS["training"], charts, legend)
 
 
-def accused(
+def _list_accused(
     lines: Sequence[LeaderboardRow], runs: Sequence[StoredRun], colors: Mapping[str, int]
-) -> list[Series]:
+) -> list[_Series]:
     """Returns a curve for each defense: (false, true) rates of its best membership attack."""
     best: dict[str, LeaderboardRow] = {}
     telling = [line for line in lines if "membership_auc" in line.gains]
@@ -334,7 +338,7 @@ def accused(
         )
         limit = line.limits.get("membership_tpr")
         curves.append(
-            Series(
+            _Series(
                 label=line.defense,
                 color=colors[line.defense],
                 shape="steps",

@@ -36,10 +36,10 @@ _DETAILED = 1000
 
 _NAMED = 3
 
-Tint = Literal["", "bad", "some", "good"]
+_Tint = Literal["", "bad", "some", "good"]
 """Class of what is colored: a leak, a part of one or a doubt, and what may be relied on."""
 
-_TINTS: Mapping[str, Tint] = {
+_TINTS: Mapping[str, _Tint] = {
     "leak": "bad",
     "features": "bad",
     "partial": "some",
@@ -49,7 +49,7 @@ _TINTS: Mapping[str, Tint] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixColumn:
+class _MatrixColumn:
     """An attack at one batch size and round: a column of the matrix."""
 
     attack: str
@@ -60,12 +60,12 @@ class MatrixColumn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixCell:
+class _MatrixCell:
     """One attack on one defense: a cell of the matrix, and a row of the table."""
 
     id: str
     row: LeaderboardRow
-    tint: Tint
+    tint: _Tint
     plate: Plate | None
     """None without pictures, or without room for them."""
     detailed: bool
@@ -114,19 +114,19 @@ class MatrixCell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DefenseLine:
+class _DefenseLine:
     """A defense of a comparison, of a `number` from 1: its verdict, and each column's attacks."""
 
     number: int
     verdict: Verdict
-    cells: list[list[MatrixCell]]
+    cells: list[list[_MatrixCell]]
     """Cells of each of `ComparisonSection.columns`, in order; empty where nothing was run."""
     color: int
 
     @property
-    def tint(self) -> Tint:
+    def tint(self) -> _Tint:
         """CSS class of the verdict."""
-        tints: dict[str, Tint] = {"rely": "good", "do not rely": "bad"}
+        tints: dict[str, _Tint] = {"rely": "good", "do not rely": "bad"}
         return tints.get(self.verdict.reliance, "some")
 
     @property
@@ -136,7 +136,7 @@ class DefenseLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonSection:
+class _ComparisonSection:
     """Holds one comparison: what may be ranked together."""
 
     id: str
@@ -144,11 +144,11 @@ class ComparisonSection:
     folders: list[str]
     """Names of the folders of a variant's runs; empty for a run that is no variant."""
     judged: Judgement
-    lines: list[MatrixCell]
-    columns: list[MatrixColumn]
+    lines: list[_MatrixCell]
+    columns: list[_MatrixColumn]
     shared: str
     """Batch size and round in words, each where all columns share it; else empty."""
-    defenses: list[DefenseLine]
+    defenses: list[_DefenseLine]
     threats: list[tuple[str, str]]
     """(verb, words) of `fedsim.report.threat.threat_model`."""
     warnings: list[str]
@@ -158,7 +158,7 @@ class ComparisonSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScenarioSummary:
+class _ScenarioSummary:
     """Holds the runs of one scenario: what was run, what it cost, how to repeat it."""
 
     name: str
@@ -284,13 +284,13 @@ class Content:
         return self._album[1]
 
     @cached_property
-    def scenarios(self) -> list[ScenarioSummary]:
+    def scenarios(self) -> list[_ScenarioSummary]:
         """Summary of the runs of each scenario's name, in the order of the runs."""
         by_name: dict[str, list[StoredRun]] = {}
         for run in self.runs:
             by_name.setdefault(run.name, []).append(run)
         return [
-            ScenarioSummary(
+            _ScenarioSummary(
                 name=name,
                 runs=runs,
                 summary=facts.summarize_runs(runs),
@@ -301,7 +301,7 @@ class Content:
         ]
 
     @cached_property
-    def sections(self) -> list[ComparisonSection]:
+    def sections(self) -> list[_ComparisonSection]:
         """Section of each comparison, in the order of the leaderboard."""
         order = sorted(range(len(self.rows)), key=lambda at: not self.rows[at].strongest)
         detailed = {self.rows[at].cell for at in order[:_DETAILED]}
@@ -313,7 +313,7 @@ class Content:
 
     def _section(
         self, id: str, judged: Judgement, ids: Mapping[str, str], detailed: set[str]
-    ) -> ComparisonSection:
+    ) -> _ComparisonSection:
         control, rows = judged.control, by_comparison(self.rows)[judged.comparison]
         runs = facts.runs_of(rows, self.runs)
         colors = _colors(rows)
@@ -324,7 +324,7 @@ class Content:
             key=lambda column: (column.batch_size, -column.round, attacks.index(column.attack)),
         )
         lines = [
-            MatrixCell(
+            _MatrixCell(
                 id=ids[row.cell],
                 row=row,
                 tint="" if control.mark else _tint(row, rows),
@@ -333,11 +333,11 @@ class Content:
             )
             for row in rows
         ]
-        cells: dict[tuple[str, MatrixColumn], list[MatrixCell]] = {}
+        cells: dict[tuple[str, _MatrixColumn], list[_MatrixCell]] = {}
         for line in lines:
             cells.setdefault((line.row.defense, _column(line.row, varying)), []).append(line)
         defenses = [
-            DefenseLine(
+            _DefenseLine(
                 number=number,
                 verdict=verdict,
                 cells=[cells.get((verdict.defense, column), []) for column in columns],
@@ -347,7 +347,7 @@ class Content:
         ]
         seen = {row.cell for row in rows}
         results = [row for row in self.results if row.cell in seen]
-        return ComparisonSection(
+        return _ComparisonSection(
             id=id,
             title=describe_comparison(judged.comparison, by_comparison(self.rows)),
             folders=[run.folder.name for run in runs] if rows[0].variant else [],
@@ -370,14 +370,14 @@ class Content:
 _PLACES = {"batch_size": "batch size", "round": "round"}
 
 
-def _column(row: LeaderboardRow, varying: Sequence[str]) -> MatrixColumn:
+def _column(row: LeaderboardRow, varying: Sequence[str]) -> _MatrixColumn:
     words = [f"{words} {getattr(row, name)}" for name, words in _PLACES.items() if name in varying]
-    return MatrixColumn(
+    return _MatrixColumn(
         attack=row.attack, batch_size=row.batch_size, round=row.round, case=", ".join(words)
     )
 
 
-def _tint(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Tint:
+def _tint(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> _Tint:
     """Returns how badly a row leaks, among those on the same defense at the same place."""
     own = (row.defense, row.batch_size, row.round, row.sight)
     rivals = [r for r in rows if (r.defense, r.batch_size, r.round, r.sight) == own]

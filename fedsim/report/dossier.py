@@ -28,7 +28,7 @@ from fedsim.system import paths
 from fedsim.types import FedsimError, Payload, watcher_of
 from fedsim.words import number_of
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "msedge")
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "msedge")
 """Commands of the browsers that can print a page without a window."""
 _SECONDS = 120
 
@@ -47,10 +47,10 @@ def write_dossier(
     """
     target = Path(out) if out else Path(folder)
     page, printed = target / "dossier.html", target / "dossier.pdf"
-    browser = next((path for path in map(which, BROWSERS) if path), None)
+    browser = next((path for path in map(which, _BROWSERS) if path), None)
     if pdf and browser is None:
         raise FedsimError(
-            f"--pdf: none of {', '.join(BROWSERS)} is installed: leave --pdf out, open {page} in"
+            f"--pdf: none of {', '.join(_BROWSERS)} is installed: leave --pdf out, open {page} in"
             " any browser and print it to a file"
         )
     write_text(page, dossier_of(load_runs([folder]), Path(folder)))
@@ -84,22 +84,22 @@ def dossier_of(runs: Sequence[StoredRun], root: Path) -> str:
         descriptions=list(dict.fromkeys(" ".join(text.split()) for text in descriptions)),
         ended=all(run.ended for run in runs),
         stacks=[(name, describe_stack(stack)) for name, stack in stacks.items()],
-        source=SOURCE,
-        coverage=coverage(results),
+        source=_SOURCE,
+        coverage=_coverage(results),
         secrets=sorted({secret for row in rows for secret in row.knowledge.from_truth()}),
         unknown=sorted(
             {entry for each in threats for entry in unknown_grants(each) if not is_own(entry)}
         ),
-        tried=list_tried(results),
-        untried=list_untried(results, runs),
+        tried=_list_tried(results),
+        untried=_list_untried(results, runs),
         probes_outside=any(run.setting("privacy", "probes") == "outside" for run in runs),
         public_weights=any(run.setting("privacy", "weights") == "public" for run in runs),
         noise=list(dict.fromkeys(noise)) if _has_finite_claim(runs) else [],
         audits=sorted({each.method.replace("_", " ") for run in runs for each in run.audits}),
-        measured=criteria(content),
-        commands_of=list_commands(runs, root),
-        hashes=hashes,
-        check=check_command(runs[0].folder.name) if runs else "",
+        measured=_criteria(content),
+        commands_of=_list_commands(runs, root),
+        hashes=_hashes,
+        check=_check_command(runs[0].folder.name) if runs else "",
     )
 
 
@@ -128,14 +128,14 @@ def _print_page(page: Path, printed: Path, browser: str) -> None:
 
 # The attackers that the literature numbers A to H, and which of them were measured.
 
-SOURCE = (
+_SOURCE = (
     "Carletti, Foggia, Mazzocca, Parrella and Vento, SoK: Gradient Inversion Attacks in Federated "
     "Learning, USENIX Security 2025"
 )
 
 
-class Coverage(NamedTuple):
-    """Says whether a run has measured one of the attackers that `SOURCE` names A to H."""
+class _Coverage(NamedTuple):
+    """Says whether a run has measured one of the attackers that `_SOURCE` names A to H."""
 
     letter: str
     name: str
@@ -161,7 +161,7 @@ def _has_surrogate(row: ResultRow) -> bool:
     return row.knowledge.public != "none" or bool(row.attack.brought)
 
 
-def coverage(rows: Sequence[ResultRow]) -> list[Coverage]:
+def _coverage(rows: Sequence[ResultRow]) -> list[_Coverage]:
     """Returns, for each attacker in the order of letters, whether the scored `rows` cover it."""
     found = []
     for stated in read_texts()["attackers"]:
@@ -180,14 +180,14 @@ def coverage(rows: Sequence[ResultRow]) -> list[Coverage]:
                 f"whoever has this can run no attack that {stronger[0]} cannot; how much less it "
                 "recovers was not measured"
             )
-        found.append(Coverage(stated["letter"], stated["name"], stated["has"], extent, reason))
+        found.append(_Coverage(stated["letter"], stated["name"], stated["has"], extent, reason))
     return found
 
 
 # Which attacks a run has tried, and which of the installed ones it has not.
 
 
-def list_tried(rows: Sequence[ResultRow]) -> list[tuple[str, str, int, int]]:
+def _list_tried(rows: Sequence[ResultRow]) -> list[tuple[str, str, int, int]]:
     """Returns (label, summary, trials with an answer, all trials) of each attack in `rows`."""
     known = {plugin.name: plugin.summary for plugin in plugins.list_installed("fedsim.attacks")}
     trials: dict[str, list[ResultRow]] = {}
@@ -199,7 +199,7 @@ def list_tried(rows: Sequence[ResultRow]) -> list[tuple[str, str, int, int]]:
     ]
 
 
-def list_untried(
+def _list_untried(
     rows: Sequence[ResultRow], runs: Sequence[StoredRun] = ()
 ) -> list[tuple[str, str, str]]:
     """Returns (name, summary, reason) of each installed attack that has no row in `rows`.
@@ -252,15 +252,15 @@ def _has_finite_claim(runs: Sequence[StoredRun]) -> bool:
     return any(row.epsilon is not None and math.isfinite(row.epsilon) for row in utility(runs))
 
 
-def criteria(content: Content) -> dict[str, str]:
+def _criteria(content: Content) -> dict[str, str]:
     """Returns what was measured of the criteria of the EDPB's Opinion 28/2024: key -> text.
 
     The opinion (adopted on 17 December 2024) is about trained models. Criteria that no run measures
     are missing.
     """
     rows, runs = content.rows, content.runs
-    tried = number_of(len(list_tried(content.results)), "attack")
-    left_out = list_untried(content.results, runs)
+    tried = number_of(len(_list_tried(content.results)), "attack")
+    left_out = _list_untried(content.results, runs)
     not_tried = f" {number_of(len(left_out), 'installed attack')} not tried." if left_out else ""
     watchers = dict.fromkeys(WATCHERS.get(watcher_of(row.vantage), row.vantage) for row in rows)
     seconds = [row.seconds for row in rows if row.seconds is not None]
@@ -316,7 +316,7 @@ _FILES = ("scenario.yaml", RESULTS, "rounds.jsonl", "audit.jsonl", "record.json"
 _RECORDED = (".json", ".safetensors")
 
 
-def list_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, str]]:
+def _list_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, str]]:
     """Returns (title, shell command that repeats it) for each run whose `scenario.yaml` is kept.
 
     Paths in it start from the parent of `root`, below which the runs were read.
@@ -336,7 +336,7 @@ def list_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, str]
     return commands
 
 
-def hashes(run: StoredRun) -> list[tuple[str, str]]:
+def _hashes(run: StoredRun) -> list[tuple[str, str]]:
     """Returns (name, SHA-256) of a run's files, and of what `sha256sum` prints of its folders."""
     digests = [(name, _sha256(path)) for name in _FILES if (path := run.folder / name).is_file()]
     for part in ("observations", "reconstructions"):
@@ -352,7 +352,7 @@ def hashes(run: StoredRun) -> list[tuple[str, str]]:
     return digests
 
 
-def check_command(name: str) -> str:
+def _check_command(name: str) -> str:
     """Returns the shell command that prints the digest of recordings in the run's folder `name`."""
     return (
         f"cd {shlex.quote(name)} && find observations -name '*.json' -o -name '*.safetensors' | "

@@ -60,7 +60,7 @@ def shorten(text: str) -> str:
     return f"{text[:_LONGEST]}… ({len(text):,} characters)" if long else text
 
 
-def keep_figures_whole(text: str) -> str:
+def _keep_figures_whole(text: str) -> str:
     """Returns `text`, cut if it is very long, with each figure and its unit kept on one line."""
     kept = _TOKEN.sub(lambda token: token.group().replace(" ", "\N{NO-BREAK SPACE}"), text)
     return shorten(kept)
@@ -68,7 +68,7 @@ def keep_figures_whole(text: str) -> str:
 
 def mark_code(text: str) -> Markup:
     """Returns `text` as HTML, with figures kept whole and text between backticks as code."""
-    parts = keep_figures_whole(text).split("`")
+    parts = _keep_figures_whole(text).split("`")
     if len(parts) % 2 == 0:
         return escape("`".join(parts))
     marked = [Markup("<code>{}</code>").format(p) if i % 2 else p for i, p in enumerate(parts)]
@@ -81,7 +81,7 @@ def explain_terms(text: str, shown: Collection[str]) -> Markup:
     A term is a button where it occurs first. `shown` are the keys that the page explains.
     """
     explained_keys: set[str] = set()
-    text, parts, end = keep_figures_whole(text), [], 0
+    text, parts, end = _keep_figures_whole(text), [], 0
     for word in _WORD.finditer(text):
         key = _TERMS[word.group()]
         if key in explained_keys or key not in shown:

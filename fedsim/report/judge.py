@@ -46,11 +46,11 @@ WEAK_EPSILON = 10.0
 LARGEST_DELTA = 1e-3
 """Above this δ a guarantee may fail for one person in a thousand, and nothing rests on it."""
 
-LEAST_SKILL = 0.5
+_LEAST_SKILL = 0.5
 """A model that reaches less than this share of what it learns without a defense, above chance, has
 updates that may hold little."""
 
-LEAST_LEARNED = 0.1
+_LEAST_LEARNED = 0.1
 """A model has learned if the lower end of its accuracy's interval lies this share of the way from
 chance to certainty."""
 
@@ -265,24 +265,24 @@ def positive_controls(rows: Sequence[LeaderboardRow]) -> list[Control]:
 _Measure = Callable[[LeaderboardRow], Summary | None]
 
 
-def count_compared(rows: Sequence[LeaderboardRow], measure: _Measure) -> int:
+def _count_compared(rows: Sequence[LeaderboardRow], measure: _Measure) -> int:
     """Returns the number of attacks with a `measure`, of which the best is chosen; at least 1."""
     return max(1, sum(row.n_ok > 0 and measure(row) is not None for row in rows))
 
 
-def best_of_several(
+def _best_of_several(
     row: LeaderboardRow, rows: Sequence[LeaderboardRow], measure: _Measure
 ) -> Summary | None:
     """Returns `measure(row)`, its interval allowing for the choice of `row` among `rows`."""
     summary = measure(row)
-    return summary and summary.best_of(count_compared(rows, measure))
+    return summary and summary.best_of(_count_compared(rows, measure))
 
 
 def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
     """Returns how badly `row` leaks pictures or features, judged by the lower end of intervals.
 
     A gain that prior knowledge alone explains is no leak. Labels and membership are judged by
-    `leaks_told`.
+    `_leaks_told`.
     """
     if row.n_ok == 0:
         return "failed"
@@ -290,7 +290,7 @@ def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
     if pictures in ("leak", "partial"):
         return pictures
     for what, target in targets_by_mean().items():
-        if leaks_by_mean(row, rows, what):
+        if _leaks_by_mean(row, rows, what):
             return what
         pictures = pictures or ("unseen" if row.metrics[target.ranking.name] else None)
     return pictures or "unknown"
@@ -317,7 +317,7 @@ def _level_by_gains(
     row: LeaderboardRow, rows: Sequence[LeaderboardRow], *, controlled: bool
 ) -> Literal["leak", "partial", "unseen"]:
     """Judges what was gained over the guess and, if `controlled`, over another update."""
-    gain = best_of_several(row, rows, lambda r: r.gain)
+    gain = _best_of_several(row, rows, lambda r: r.gain)
     assert gain is not None
     own = row.own_gain if controlled else row.gain
     exposes = row.main.exposes
@@ -325,7 +325,7 @@ def _level_by_gains(
         return "leak"  # in every trial
     if any(_is_alike_for_certain(row, rows, name, controlled) for name in row.likeness):
         return "leak"
-    over = best_of_several(row, rows, lambda r: r.over_other) if controlled else None
+    over = _best_of_several(row, rows, lambda r: r.over_other) if controlled else None
     certain = gain.certain if over is None else min(gain.certain, over.certain)
     # Of too few trials for an interval, half of all attacks that see nothing gain something, and
     # nothing allows for the choice of the best.
@@ -346,7 +346,7 @@ def _is_alike_for_certain(
             return None
         return likeness.own if controlled else likeness.over_guess
 
-    gain, main = best_of_several(row, rows, measure), row.main
+    gain, main = _best_of_several(row, rows, measure), row.main
     certain = gain is not None and gain.n >= LEAST and gain.certain >= main.likeness_gain
     return certain and main.is_alike(row.means, [name])
 
@@ -372,7 +372,7 @@ def targets_by_mean() -> dict[Leaking, Target]:
     return {target.part: target for target in found if target.ranks_by == "mean"}
 
 
-def leaks_by_mean(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
+def _leaks_by_mean(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
     """Whether `what`, such as features, was read off the update, or is certified to be right."""
     target = targets_by_mean()[what]
     name = target.ranking.name
@@ -380,11 +380,11 @@ def leaks_by_mean(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Lea
         return False
     if target.itemwise and _is_certified(row) and any(row.metrics[m.name] for m in target.metrics):
         return True
-    error = best_of_several(row, rows, lambda r: r.metrics[name])
+    error = _best_of_several(row, rows, lambda r: r.metrics[name])
     if error is None:
         return False
     upper = error.mean if error.high is None else error.high
-    over = best_of_several(row, rows, lambda r: r.above_other(name))
+    over = _best_of_several(row, rows, lambda r: r.above_other(name))
     uninformed = _does_no_better(over) and row.control != "batch"
     return upper <= target.leaks * row.guess_of(name) and not uninformed
 
@@ -399,7 +399,7 @@ def _is_certified(row: LeaderboardRow) -> bool:
     return holds and (guessed is None or guessed < _COSINE)
 
 
-def told_targets() -> dict[Leaking, Target]:
+def _told_targets() -> dict[Leaking, Target]:
     """Returns `Target.part` -> target, of targets whose values are told: labels, members.
 
     Without a control they leak only where the guess is known beforehand, as a coin is: always
@@ -409,10 +409,10 @@ def told_targets() -> dict[Leaking, Target]:
     return {target.part: target for target in found if target.ranks_by != "mean"}
 
 
-def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
+def _leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
     """Whether `what`, labels or members, was certainly told from the update, not guessed."""
-    told = told_targets()[what]
-    gain = best_of_several(row, rows, lambda r: r.above_guess(told.ranking.name))
+    told = _told_targets()[what]
+    gain = _best_of_several(row, rows, lambda r: r.above_guess(told.ranking.name))
     if gain is None or _is_given(row, what):
         return False
     if told.itemwise and _is_certified(row) and gain.mean >= told.leaks:
@@ -424,7 +424,7 @@ def leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leakin
     beyond = row.metrics.get(f"{told.ranking.name}_beyond_chance")
     if gain.low is None and beyond is not None:
         certain = min(certain, told.ranking.gain(beyond.mean, told.ranking.uninformed or 0.0))
-    return certain >= told.leaks and not fits_any_update(row, what)
+    return certain >= told.leaks and not _fits_any_update(row, what)
 
 
 def _is_given(row: LeaderboardRow, what: Leaking) -> bool:
@@ -436,19 +436,19 @@ def _is_known(row: LeaderboardRow, what: Leaking) -> bool:
     return getattr(row.knowledge, what, None) == "known"
 
 
-def fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
+def _fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
     """Whether the attack tells no more of `what` from its own update than from another.
 
     Without another update, the answer is whether the target has no guess that is known beforehand.
     """
-    told = told_targets()[what]
+    told = _told_targets()[what]
     over = row.above_other(told.ranking.name)
     return told.ranking.uninformed is None if over is None else over.mean < told.leaks
 
 
-def may_tell(row: LeaderboardRow, what: Leaking) -> bool:
+def _may_tell(row: LeaderboardRow, what: Leaking) -> bool:
     """Whether `what`, labels or members, was told better than by guessing, by the mean alone."""
-    told = told_targets()[what]
+    told = _told_targets()[what]
     gain, over = row.above_guess(told.ranking.name), row.above_other(told.ranking.name)
     if gain is None or row.n_ok == 0 or _is_given(row, what):
         return False
@@ -457,21 +457,21 @@ def may_tell(row: LeaderboardRow, what: Leaking) -> bool:
     return gain.mean >= told.leaks and not same
 
 
-def leaks(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
+def _leaks(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
     """Whether `what` leaks for certain to the attack of `row`, chosen among `rows`."""
     if what == "pictures":
         return level_of(row, rows) in ("leak", "partial")
-    judged = leaks_by_mean if what in targets_by_mean() else leaks_told
+    judged = _leaks_by_mean if what in targets_by_mean() else _leaks_told
     return judged(row, rows, what)
 
 
 def _leakable() -> tuple[Leaking, ...]:
-    return ("pictures", *targets_by_mean(), *told_targets())
+    return ("pictures", *targets_by_mean(), *_told_targets())
 
 
 def works(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
     """Whether something leaks for certain to the attack of `row`, chosen among `rows`."""
-    return any(leaks(row, rows, what) for what in _leakable())
+    return any(_leaks(row, rows, what) for what in _leakable())
 
 
 # The positive control.
@@ -557,7 +557,7 @@ def _does_no_better(over_other: Summary | None) -> bool:
 
 def _deciding() -> list[Target]:
     """Returns the targets besides the main one that can show that attacks work."""
-    told = [target for target in told_targets().values() if target.works is not None]
+    told = [target for target in _told_targets().values() if target.works is not None]
     return [*told, *targets_by_mean().values()]
 
 
@@ -621,13 +621,13 @@ def _verdict(
 ) -> Verdict:
     """Judges one defense, which has `rows`; `seconds` are those of a round, by defense."""
     strongest = _strongest(rows)
-    gain = best_of_several(
+    gain = _best_of_several(
         strongest, rows, lambda r: r.own_gain if strongest.is_uninformed else r.gain
     )
     leaking = _leaking(rows, strongest)
     level = _level(rows, strongest, control)
     decides = ranking_targets()[control.metric].part if control.metric else ""
-    is_weak = decides in told_targets() and any(leaks(r, undefended, decides) for r in undefended)
+    is_weak = decides in _told_targets() and any(_leaks(r, undefended, decides) for r in undefended)
     unanswerable = _unanswerable(control, strongest, is_late=is_late, is_weak=is_weak)
     finding = "no answer" if unanswerable else _finding(rows, level, leaking)
     verdict = Verdict(
@@ -647,11 +647,13 @@ def _verdict(
         is_rare=any(row.may_expose and not row.ignores_update for row in rows),
         exposed_image=max((row.exposed_image or 0.0 for row in rows), default=0.0) or None,
         features=_shown_features(rows),
-        told={what: shown for what in told_targets() if (shown := _shown_told(rows, what))},
+        told={what: shown for what in _told_targets() if (shown := _shown_told(rows, what))},
         certificates=_shown_certificates(rows),
-        may_leak=tuple(what for what in told_targets() if any(may_tell(row, what) for row in rows)),
+        may_leak=tuple(
+            what for what in _told_targets() if any(_may_tell(row, what) for row in rows)
+        ),
         labels_stand=bool(unanswerable and not is_late)
-        and any(may_tell(row, "labels") for row in rows),
+        and any(_may_tell(row, "labels") for row in rows),
         costs=_costs(strongest, undefended[0] if undefended else None, seconds),
         reliance="not shown",
         reason=unanswerable or _state("no defense"),
@@ -689,8 +691,8 @@ def _level(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow, control: C
     doubtful = control.status != "passed" and not strongest.undefended
     level = "invalid" if doubtful or not control.ended else level_of(strongest, rows)
     if level in ("undecided", "unseen", "unknown"):
-        for what in told_targets():
-            if any(leaks_told(row, rows, what) for row in rows):
+        for what in _told_targets():
+            if any(_leaks_told(row, rows, what) for row in rows):
                 return what
     return level
 
@@ -702,7 +704,7 @@ def _leaking(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> Share
         key=lambda row: row.leaking.count / row.leaking.n if row.leaking else 0.0,
         default=strongest,
     )
-    return most.leaking and most.leaking.best_of(count_compared(rows, lambda r: r.gain))
+    return most.leaking and most.leaking.best_of(_count_compared(rows, lambda r: r.gain))
 
 
 _OF_LEVEL: Mapping[Level, Finding] = {
@@ -736,7 +738,7 @@ def _may_show(row: LeaderboardRow) -> bool:
     stated = row.certificates
     claims = stated is not None and bool(stated.certified) and stated.false is None
     rare = row.may_expose and not row.ignores_update
-    return claims or rare or any(may_tell(row, what) for what in told_targets())
+    return claims or rare or any(_may_tell(row, what) for what in _told_targets())
 
 
 def _besides(rows: Sequence[LeaderboardRow], finding: Finding) -> tuple[Leaking, ...]:
@@ -746,7 +748,7 @@ def _besides(rows: Sequence[LeaderboardRow], finding: Finding) -> tuple[Leaking,
     return tuple(
         what
         for what in _leakable()[1:]
-        if what != finding and any(leaks(row, rows, what) for row in rows)
+        if what != finding and any(_leaks(row, rows, what) for row in rows)
     )
 
 
@@ -773,7 +775,7 @@ def _shown_features(rows: Sequence[LeaderboardRow]) -> Shown | None:
         (row.strength_by(target.ranking.name), row, target.ranking.name)
         for what, target in targets_by_mean().items()
         for row in rows
-        if row.gain and row.metrics[target.ranking.name] and leaks_by_mean(row, rows, what)
+        if row.gain and row.metrics[target.ranking.name] and _leaks_by_mean(row, rows, what)
     ]
     if not leaking:
         return None
@@ -782,13 +784,15 @@ def _shown_features(rows: Sequence[LeaderboardRow]) -> Shown | None:
 
 
 def _shown_told(rows: Sequence[LeaderboardRow], what: Leaking) -> Shown | None:
-    metric = told_targets()[what].ranking
+    metric = _told_targets()[what].ranking
     entries = []
     for row in rows:
         value, gain = row.metrics[metric.name], row.above_guess(metric.name)
         if value and row.n_ok and not _is_known(row, what):
             mean = metric.gain(value.mean, 0.0)
-            entries.append((not fits_any_update(row, what), gain.mean if gain else mean, mean, row))
+            entries.append(
+                (not _fits_any_update(row, what), gain.mean if gain else mean, mean, row)
+            )
     if not entries:
         return None
     informed, *_, best = max(entries, key=lambda entry: entry[:3])
@@ -840,7 +844,7 @@ def _list_untried(
     measured = {name for row in rows for name, value in row.metrics.items() if value is not None}
     main = rows[0].main
     # Labels and members can be asked of any update, another target only where data have it.
-    asked = [each for each in told_targets().values() if each.part in _ALWAYS_ASKED]
+    asked = [each for each in _told_targets().values() if each.part in _ALWAYS_ASKED]
     told = [each for each in asked if main.itemwise or not each.itemwise]
     smallest, rounds = min(row.batch_size for row in rows), sorted({row.round for row in rows})
     kinds: list[tuple[bool, Statement]] = [
@@ -939,7 +943,9 @@ def _why_untested(
 ) -> Statement | None:
     """Returns which attack that works was not carried out on the defense; None if all were."""
     sound = [row for row in undefended if not row.diverged]
-    working = [(what, row) for what in _leakable() for row in sound if leaks(row, undefended, what)]
+    working = [
+        (what, row) for what in _leakable() for row in sound if _leaks(row, undefended, what)
+    ]
     if not working:
         return _state("nothing works")
     summed = any(row.vantage == "aggregate" for row in rows)
@@ -977,7 +983,7 @@ def _is_told_apart(
     if what == "pictures":
         before, after = plain.due, defended.due
     else:
-        name = told_targets()[what].ranking.name
+        name = _told_targets()[what].ranking.name
         before, after = plain.above_guess(name), defended.above_guess(name)
     if before is None or after is None:
         return False
@@ -1010,7 +1016,7 @@ def _scatter(rows: Sequence[LeaderboardRow]) -> Statement | None:
     tried = [row for row in rows if row.gain and not row.masked]
     # Of an attack that does as well on another update, the part due to this one.
     gains = [
-        best_of_several(row, tried, lambda r: r.own_gain if r.is_uninformed else r.gain)
+        _best_of_several(row, tried, lambda r: r.own_gain if r.is_uninformed else r.gain)
         for row in tried
     ]
     if not gains or any(gain is None or gain.n < LEAST for gain in gains):
@@ -1037,16 +1043,16 @@ def _model_problem(
             return _state("learned nothing")
         if own is None and row.main.pictured:
             return _state("not tested")
-        if own and usual and own.skill < LEAST_SKILL * usual.skill:
+        if own and usual and own.skill < _LEAST_SKILL * usual.skill:
             return _state("learns little", share=own.share, chance=own.chance)
-    if rows[0].main.pictured and not (usual and has_learned(usual)):
-        return _state("undefended learned nothing", least=LEAST_LEARNED)
+    if rows[0].main.pictured and not (usual and _has_learned(usual)):
+        return _state("undefended learned nothing", least=_LEAST_LEARNED)
     return None
 
 
-def has_learned(accuracy: Accuracy) -> bool:
+def _has_learned(accuracy: Accuracy) -> bool:
     """Whether a model of this `accuracy` is clearly better than chance."""
-    return accuracy.low >= accuracy.chance + LEAST_LEARNED * (1 - accuracy.chance)
+    return accuracy.low >= accuracy.chance + _LEAST_LEARNED * (1 - accuracy.chance)
 
 
 # As plain values, for JSON.

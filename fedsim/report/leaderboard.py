@@ -46,7 +46,7 @@ def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
     return differences if any(value_of(row.baseline, name) is not None for row in rows) else None
 
 
-def own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
+def _own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
     """Returns the part of each row's gain in metric `name` that its own update explains.
 
     It is the lesser of the gains over the guess and over another update, or the whole gain if no
@@ -65,7 +65,7 @@ def own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | Non
     ]
 
 
-def due_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
+def _due_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
     """Returns the part of each row's gain that counts: its own, where a control can tell that.
 
     Another batch of the same client is no such control: where any row has one, the whole gain of
@@ -73,15 +73,15 @@ def due_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | Non
     """
     if any(row.control and row.control.of == "batch" and row.other_update for row in rows):
         return None if (whole := gains(rows, name)) is None else [*whole]
-    return own_gains(rows, name)
+    return _own_gains(rows, name)
 
 
-def image_gains(row: ResultRow) -> list[tuple[float, float]]:
+def _image_gains(row: ResultRow) -> list[tuple[float, float]]:
     """Returns (PSNR, gain in dB) of each image of a trial that has an answer and a control.
 
     The gain is the lesser of those over the image's own guess and over the same image drawn from
     another update. Where rows do not say these per image, it is the PSNR less the trial's mean
-    guess and less `WITHIN`, if the trial's mean exceeds guess and control; else there are none.
+    guess and less `_WITHIN`, if the trial's mean exceeds guess and control; else there are none.
     """
     values = (row.per_image or {}).get("psnr", [])
     guess, other = value_of(row.baseline, "psnr"), value_of(row.other_update, "psnr")
@@ -96,10 +96,10 @@ def image_gains(row: ResultRow) -> list[tuple[float, float]]:
     # Means say nothing of one image unless its trial as a whole is better than both.
     if min(own - guess, own - other) <= 0:
         return []
-    return [(value, value - guess - WITHIN) for value in values]
+    return [(value, value - guess - _WITHIN) for value in values]
 
 
-WITHIN = 14.0
+_WITHIN = 14.0
 """Where no guess is known of an image by itself, its gain over the trial's mean guess counts for so
 many dB less: guesses of one image exceed their own mean by that at most on the bundled data."""
 
@@ -116,7 +116,7 @@ def value_of(metrics: Metrics | None, name: str) -> float | None:
     return metrics[name] if metrics else None
 
 
-def images(rows: Sequence[ResultRow]) -> int | None:
+def count_images(rows: Sequence[ResultRow]) -> int | None:
     """Returns how many different images, or rows of a table, were attacked; None if no row says."""
     recorded = [row.victims for row in rows if row.victims is not None]
     if not recorded:
@@ -124,8 +124,8 @@ def images(rows: Sequence[ResultRow]) -> int | None:
     return len({victim for victims in recorded for victim in victims})
 
 
-def units(rows: Sequence[ResultRow]) -> list[list[int]]:
-    """Groups the indices of `rows` by network, from three networks on, and else as `unshared`.
+def _units(rows: Sequence[ResultRow]) -> list[list[int]]:
+    """Groups the indices of `rows` by network, from three networks on, and else as `_unshared`.
 
     Trials of one network share its weights, so that a spread over them says nothing of others.
     Where fewer groups share no image, the result is these.
@@ -133,11 +133,11 @@ def units(rows: Sequence[ResultRow]) -> list[list[int]]:
     networks: dict[Path, list[int]] = {}
     for index, row in enumerate(rows):
         networks.setdefault(row.folder, []).append(index)
-    apart = unshared(rows)
+    apart = _unshared(rows)
     return [*networks.values()] if LEAST <= len(networks) < len(apart) else apart
 
 
-def unshared(rows: Sequence[ResultRow]) -> list[list[int]]:
+def _unshared(rows: Sequence[ResultRow]) -> list[list[int]]:
     """Groups the indices of `rows` so that no two groups have an image in common, in order.
 
     Each release of a table is a group of its own, since it tosses its own coins on which rows take
@@ -256,7 +256,7 @@ def _find_yields(rows: Sequence[ResultRow]) -> dict[str, tuple[str, ...]]:
 
 def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str]) -> LeaderboardRow:
     """Aggregates the trials of one cell; `yielded` are the metrics that its attack can recover."""
-    first, trials = rows[0], units(rows)
+    first, trials = rows[0], _units(rows)
 
     def measured(
         values: Sequence[float | None] | None, groups: Sequence[Sequence[int]] = trials
@@ -277,9 +277,9 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
     ok = [row for row in rows if row.ok]
     main = first.main
     # A leak is only what the update added: public images alone may bring a gain.
-    due = due_gains(rows, main.ranking.name) if main.ranking.name in yielded else None
+    due = _due_gains(rows, main.ranking.name) if main.ranking.name in yielded else None
     # A mean over a network would hide the one picture of many that leaks.
-    counted = measured(due, unshared(rows))
+    counted = measured(due, _unshared(rows))
     leaks = sum(gain >= main.leaks for gain in counted)
     return LeaderboardRow(
         cell=first.cell,
@@ -300,20 +300,20 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         round=first.round,
         n=len(rows),
         n_ok=len(ok),
-        images=images(rows),
+        images=count_images(rows),
         independent=len(trials),
         failures=dict(Counter(row.reason or "no reason given" for row in rows if not row.ok)),
         metrics={name: summary(values[name]) for name in METRICS},
         worst={name: _worst(rows, name, values[name]) for name in METRICS},
         baseline={name: _mean(_list_guessed(rows, name)) for name in METRICS},
         gains=measured_by(lambda name: gains(rows, name) if name in yielded else None),
-        own_gains=measured_by(lambda name: own_gains(rows, name) if name in yielded else None),
+        own_gains=measured_by(lambda name: _own_gains(rows, name) if name in yielded else None),
         others=measured_by(lambda name: [value_of(row.other_update, name) for row in rows]),
         over_others=measured_by(lambda name: over_other(rows, name)),
         control=_control_of(rows),
         uncontrolled=_count_uncontrolled(ok),
         exposed_image=max(
-            (psnr for row in rows for psnr, gain in image_gains(row) if gain >= EXPOSED_IMAGE),
+            (psnr for row in rows for psnr, gain in _image_gains(row) if gain >= EXPOSED_IMAGE),
             default=None,
         ),
         may_expose=main.ranking.name in yielded and any(_may_expose(row) for row in rows),
@@ -381,20 +381,20 @@ def _count_uncontrolled(ok: Sequence[ResultRow]) -> int:
 def _may_expose(row: ResultRow) -> bool:
     """Whether one trial shows what its mean hides, for all that is known."""
     main = row.main
-    if main.exposes is not None and any(gain >= main.exposes for _, gain in image_gains(row)):
+    if main.exposes is not None and any(gain >= main.exposes for _, gain in _image_gains(row)):
         return True
     decided = row.other_update and not (row.control and row.control.of == "batch")
     gain = gains([row], main.ranking.name) if row.ok and not decided else None
     if gain and gain[0] >= main.leaks:  # nothing tells whether it was read off the update
         return True
-    return is_alike(row) and any(
+    return _is_alike(row) and any(
         value is not None and value >= main.likeness_gain
         for name in main.likeness
-        for value in due_gains([row], name) or []
+        for value in _due_gains([row], name) or []
     )
 
 
-def is_alike(row: ResultRow) -> bool:
+def _is_alike(row: ResultRow) -> bool:
     """Whether the pictures of a trial are recognizable by structure or as perceived."""
     return row.ok and row.main.is_alike(_values_of(row), row.main.likeness)
 

@@ -31,7 +31,7 @@ from fedsim.types import FedsimError
 from fedsim.words import describe_variant, format_epsilon
 
 
-class LoggedNumber(NamedTuple):
+class _LoggedNumber(NamedTuple):
     """One finite number of a round; parts of its name are separated by slashes."""
 
     name: str
@@ -39,7 +39,7 @@ class LoggedNumber(NamedTuple):
     round: int
 
 
-class LoggedPicture(NamedTuple):
+class _LoggedPicture(NamedTuple):
     """Images of a client above, and what an attack made of them below."""
 
     name: str
@@ -49,32 +49,32 @@ class LoggedPicture(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggedRun:
+class _LoggedRun:
     """Holds all that is copied of one run."""
 
     scenario: str
     variant: str
     parameters: dict[str, str]
     """Name -> settings of the scenario in words, and the ε of each defense."""
-    numbers: list[LoggedNumber]
-    pictures: list[LoggedPicture]
+    numbers: list[_LoggedNumber]
+    pictures: list[_LoggedPicture]
 
 
-def collect(run: StoredRun) -> LoggedRun:
+def collect(run: StoredRun) -> _LoggedRun:
     """Returns what is copied of `run`. A reconstruction that is damaged has no picture."""
     content = Content([run])
     plates = [(row, content.plates.get(row.cell)) for row in content.rows]
-    return LoggedRun(
+    return _LoggedRun(
         scenario=str(run.setting("name") or run.record.get("scenario") or run.folder.name),
         variant=describe_variant(run.record.get("variant") or {}),
         parameters=_parameters(run),
         numbers=[
-            LoggedNumber(name, float(value), round)
+            _LoggedNumber(name, float(value), round)
             for name, value, round in _numbers(run, content.rows)
             if value is not None and math.isfinite(value)
         ],
         pictures=[
-            LoggedPicture(f"reconstructions/{_name(row)}", plate.grid(), row.round)
+            _LoggedPicture(f"reconstructions/{_name(row)}", plate.grid(), row.round)
             for row, plate in plates
             if plate and plate.pairs
         ],
@@ -134,7 +134,7 @@ def _name(row: LeaderboardRow) -> str:
 
 
 @dataclass(frozen=True)
-class Store(ABC):
+class _Store(ABC):
     """Keeps copies of runs in `folder`."""
 
     package: ClassVar[str]
@@ -150,20 +150,20 @@ class Store(ABC):
         importlib.import_module(cls.package)
 
     @abstractmethod
-    def write(self, run: LoggedRun) -> None:
+    def write(self, run: _LoggedRun) -> None:
         """Copies one run into `folder`; errors of the package are raised as they are."""
 
 
 @final
-class MLflow(Store):
+class _MLflow(_Store):
     """MLflow: an SQLite database, and the pictures as artifacts beside it."""
 
     package = "mlflow"
     # By default MLflow tells its makers how it is used, and prepares that while it is imported.
     environment: ClassVar[Mapping[str, str]] = {"MLFLOW_DISABLE_TELEMETRY": "true"}
 
-    def write(self, run: LoggedRun) -> None:
-        """Copies one run, see `Store`."""
+    def write(self, run: _LoggedRun) -> None:
+        """Copies one run, see `_Store`."""
         self.load()
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
@@ -198,13 +198,13 @@ class MLflow(Store):
 
 
 @final
-class TensorBoard(Store):
+class TensorBoard(_Store):
     """TensorBoard: a file of events for each run, in a folder of its name."""
 
     package = "tensorboard"
 
-    def write(self, run: LoggedRun) -> None:
-        """Copies one run, see `Store`."""
+    def write(self, run: _LoggedRun) -> None:
+        """Copies one run, see `_Store`."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         folder = self.folder / _allow(run.scenario).replace("/", "_")
@@ -219,7 +219,7 @@ class TensorBoard(Store):
                 writer.add_text(key, value.replace("<", "&lt;"))
 
 
-STORES: dict[str, type[Store]] = {"mlflow": MLflow, "tensorboard": TensorBoard}
+STORES: dict[str, type[_Store]] = {"mlflow": _MLflow, "tensorboard": TensorBoard}
 """Name of the extra that brings a package, and of the default folder -> the store."""
 
 _LONGEST = 500
@@ -235,7 +235,7 @@ def _allow(name: str) -> str:
     return "/".join(part if part.strip(". ") else "_" for part in parts)
 
 
-def chosen(names: Sequence[str]) -> list[Store]:
+def chosen(names: Sequence[str]) -> list[_Store]:
     """Returns the stores that `names` ask for, such as `mlflow` or `tensorboard=DIR`.
 
     Without a folder it is the one of the tool's name in the working directory.
@@ -244,7 +244,7 @@ def chosen(names: Sequence[str]) -> list[Store]:
         FedsimError: there is no such tool, its extra is not installed, or its folder cannot be
             written to.
     """
-    stores: list[Store] = []
+    stores: list[_Store] = []
     for name in names:
         tool, _, folder = name.partition("=")
         if tool not in STORES:
@@ -263,7 +263,7 @@ def chosen(names: Sequence[str]) -> list[Store]:
     return stores
 
 
-def log_run(folder: Path | str, stores: Sequence[Store]) -> list[str]:
+def log_run(folder: Path | str, stores: Sequence[_Store]) -> list[str]:
     """Copies a finished run, or a sweep, to `stores`; returns a line for each that failed."""
     copies = [collect(run) for run in load_runs([folder])]
     problems = []

@@ -62,7 +62,7 @@ class _Messages(Formatter):
 
 
 def _words_of_failures(failures: Iterable[Failure]) -> str:
-    return "; ".join(map(describe_failure, failures))
+    return "; ".join(map(_describe_failure, failures))
 
 
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
@@ -101,64 +101,64 @@ def sentence(verdict: Verdict) -> str:
     """Words a verdict in one sentence: who gets what, evidence, costs, guarantee and reliance."""
     if verdict.finding == "no answer":
         labels = _standing_labels(verdict)
-        return f"{lead(verdict)}: {labels + '; ' if labels else ''}{_reason(verdict)}."
-    evidence = describe_evidence(verdict)
-    parts = (describe_costs(verdict), describe_guarantee(verdict), describe_reliance(verdict))
-    return f"{lead(verdict)}{f': {evidence}' if evidence else ''}; {'; '.join(parts)}."
+        return f"{_lead(verdict)}: {labels + '; ' if labels else ''}{_reason(verdict)}."
+    evidence = _describe_evidence(verdict)
+    parts = (_describe_costs(verdict), _describe_guarantee(verdict), _describe_reliance(verdict))
+    return f"{_lead(verdict)}{f': {evidence}' if evidence else ''}; {'; '.join(parts)}."
 
 
 def _standing_labels(verdict: Verdict) -> str:
     """Words labels that were recovered where nothing else has an answer; empty if none were."""
-    return describe_shown(verdict.told["labels"]) if verdict.labels_stand else ""
+    return _describe_shown(verdict.told["labels"]) if verdict.labels_stand else ""
 
 
-def lead(verdict: Verdict) -> str:
+def _lead(verdict: Verdict) -> str:
     """Words the beginning of `sentence`: who gets what behind which defense."""
     where = "Without a defense" if verdict.undefended else f"Behind {verdict.defense}"
     if verdict.finding == "no answer" and verdict.labels_stand:
         return f"{where}, labels are recovered; of their inputs nothing can be said"
-    return f"{where}, {describe_attack(verdict)}"
+    return f"{where}, {_describe_attack(verdict)}"
 
 
-def describe_attack(verdict: Verdict) -> str:
+def _describe_attack(verdict: Verdict) -> str:
     """Words which attacker gets what by the strongest attack on the defense."""
     untold = verdict.finding == "unknown" and not verdict.told
     if untold or verdict.finding in ("failed", "no answer"):
-        return describe_gets(verdict)
+        return _describe_gets(verdict)
     row = verdict.strongest
     attacker = describe_attacker(row.threat, row.vantage, masked=row.masked)
-    return f"{attacker} gets {describe_gets(verdict)}"
+    return f"{attacker} gets {_describe_gets(verdict)}"
 
 
 def brief(verdict: Verdict) -> str:
     """Words `sentence` without evidence, costs and guarantee, for a terminal."""
     if verdict.finding == "no answer":
-        return f"{lead(verdict)}: {_reason(verdict)}."
+        return f"{_lead(verdict)}: {_reason(verdict)}."
     shown = [each for what, each in verdict.told.items() if verdict.finding in (what, "unknown")]
-    answers = ", ".join(filter(None, map(describe_answer, shown)))
-    return f"{lead(verdict)}{answers and ': '}{answers}; {describe_reliance(verdict)}."
+    answers = ", ".join(filter(None, map(_describe_answer, shown)))
+    return f"{_lead(verdict)}{answers and ': '}{answers}; {_describe_reliance(verdict)}."
 
 
 def grounds(verdict: Verdict) -> list[tuple[str, str]]:
     """Returns (name, words) of each line below `brief`: evidence, knowledge, costs, promise."""
     # A certificate needs no control: the attacker has it before anybody scores.
-    knows = ("It knows", describe_certificates(verdict.certificates))
+    knows = ("It knows", _describe_certificates(verdict.certificates))
     if verdict.finding == "no answer":
         labels = _standing_labels(verdict)
         named = [("Shown by", labels), knows]
     else:
-        costs, promise = describe_costs(verdict), describe_guarantee(verdict)
-        shown = ("Shown by", describe_evidence(verdict))
+        costs, promise = _describe_costs(verdict), _describe_guarantee(verdict)
+        shown = ("Shown by", _describe_evidence(verdict))
         named = [shown, knows, ("It costs", costs), ("It promises", promise)]
     return [(name, text) for name, text in named if text]
 
 
 def describe_told(verdict: Verdict) -> list[str]:
     """Words, in a clause each, what was measured of labels, members and others."""
-    return [describe_shown(shown) for shown in verdict.told.values()]
+    return [_describe_shown(shown) for shown in verdict.told.values()]
 
 
-def describe_gets(verdict: Verdict) -> str:
+def _describe_gets(verdict: Verdict) -> str:
     """Words what the attacker gets by the strongest attack on the defense."""
     row, finding = verdict.strongest, verdict.finding
     times = "at times" if verdict.is_rare else "on average"
@@ -196,7 +196,7 @@ def _join_nouns(parts: Iterable[Leaking]) -> str:
     return join(nouns) if (nouns := [*map(_noun, parts)]) else ""
 
 
-def describe_reliance(verdict: Verdict) -> str:
+def _describe_reliance(verdict: Verdict) -> str:
     """Words whether to rely on a defense, and why."""
     return RELIANCES[verdict.reliance].format(reason=_reason(verdict))
 
@@ -222,7 +222,7 @@ def describe_untried(judged: Verdict | Judgement) -> list[str]:
 # Evidence.
 
 
-def describe_evidence(verdict: Verdict) -> str:
+def _describe_evidence(verdict: Verdict) -> str:
     """Words the figures behind a finding; empty where it is `failed` or `no answer`."""
     row, finding, leaking = verdict.strongest, verdict.finding, verdict.leaking
     if finding == "unknown":
@@ -263,9 +263,9 @@ def _other_evidence(verdict: Verdict) -> list[str]:
         if verdict.features:
             row = verdict.features.row
             shown = [f"{text} by {row.attack_on}" for text in _describe_errors(row)]
-        shown.append(describe_certificates(verdict.certificates))
+        shown.append(_describe_certificates(verdict.certificates))
     chosen = [what for what in verdict.may_leak if finding in (what, "some trials")]
-    return [*shown, *(describe_shown(verdict.told[what]) for what in chosen)]
+    return [*shown, *(_describe_shown(verdict.told[what]) for what in chosen)]
 
 
 def _describe_gain(verdict: Verdict) -> str:
@@ -310,7 +310,7 @@ def _describe_likeness(row: LeaderboardRow) -> list[str]:
     return parts
 
 
-def describe_shown(shown: Shown) -> str:
+def _describe_shown(shown: Shown) -> str:
     """Words what one attack told, beside the guess."""
     row, metric, summary = shown.row, METRICS[shown.metric], shown.row.metrics[shown.metric]
     assert summary is not None
@@ -334,13 +334,13 @@ def describe_shown(shown: Shown) -> str:
     elif not shown.is_informed:
         text += f", and no more than with {row.other}"
     text += f", n = {number_of(row.n, 'trial')}"
-    if answer := describe_answer(shown):
+    if answer := _describe_answer(shown):
         text += f": {answer}"
     limit = row.limit(metric.name)
     return text if limit is None else f"{text}; the privacy claim allows at most {limit:.2f}"
 
 
-def describe_answer(shown: Shown) -> str:
+def _describe_answer(shown: Shown) -> str:
     """Words what an attack's answers come to in shares of members or records; empty if nothing."""
     row = shown.row
     names = {metric.name for metric in ranking_targets()[shown.metric].metrics}
@@ -371,7 +371,7 @@ def _format_share(share: float) -> str:
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
-def describe_certificates(shown: Shown | None) -> str:
+def _describe_certificates(shown: Shown | None) -> str:
     """Words of how many images an attacker knows that its answer is right; empty for None."""
     stated = shown and shown.row.certificates
     if not shown or not stated:
@@ -392,7 +392,7 @@ def describe_certificates(shown: Shown | None) -> str:
 # Costs and guarantees.
 
 
-def describe_costs(verdict: Verdict) -> str:
+def _describe_costs(verdict: Verdict) -> str:
     """Words accuracy and seconds of a round, beside those without a defense."""
     costs = verdict.costs
     text = _describe_accuracy(verdict)
@@ -432,7 +432,7 @@ def _format_seconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.5 else f"{value:.2g}"
 
 
-def describe_guarantee(verdict: Verdict) -> str:
+def _describe_guarantee(verdict: Verdict) -> str:
     """Words the stack's guarantee, with its unit, what its settings state and an audit found."""
     row = verdict.strongest
     parts = [_describe_proven(row)]
@@ -505,7 +505,7 @@ def describe_control(control: Control) -> str:
     return f"{failed}; besides, {besides}" if besides else failed
 
 
-def describe_failure(failure: Failure) -> str:
+def _describe_failure(failure: Failure) -> str:
     """Words which attack failed, how often, on which stacks and why."""
     return (
         f"{failure.attack} failed in {failure.count} of {number_of(failure.n, 'trial')} on "
@@ -551,7 +551,7 @@ def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
 def _warnings_of(rows: Sequence[LeaderboardRow]) -> list[str]:
     """Returns the warnings of one comparison."""
     lines = [f"{row.defense}: {problem}" for row in rows if (problem := row.learning_problem)]
-    lines += map(describe_failure, failures_of(rows))
+    lines += map(_describe_failure, failures_of(rows))
     poor = [row for row in rows if row.guess_problem]
     if poor:
         worst = min(poor, key=lambda row: (-row.near_copies, row.guess_public_per_image or 0.0))

@@ -58,7 +58,7 @@ def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
     return render(
         "page.html.j2",
         content,
-        policy=policy(script, live),
+        policy=_policy(script, live),
         script=Markup(script),  # noqa: S704 - a file of this package
         live=live,
         problem=problem,
@@ -78,7 +78,7 @@ def render(template: str, content: Content, **context: object) -> str:
     return remove_turns(page.render(own | context))
 
 
-def policy(script: str, live: bool = False) -> str:
+def _policy(script: str, live: bool = False) -> str:
     """Returns the content security policy of a page whose only script has the text `script`."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return "; ".join(

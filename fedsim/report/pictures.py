@@ -33,7 +33,7 @@ _SHOWN_SIDE = 64
 
 _GAP = 2
 
-PIXELS = 1 << 20
+_PIXELS = 1 << 20
 """The images of a page have at most so many pixels (about 3 MB as PNG)."""
 
 _PAIRS = 4
@@ -41,11 +41,11 @@ _PAIRS = 4
 _LONGEST = 300
 """Why a picture cannot be read is cut behind so many characters."""
 
-Trial = tuple[ResultRow, Path]
+_Trial = tuple[ResultRow, Path]
 """A row of results.jsonl, and the file of its reconstruction."""
 
 
-def enlargement(height: int, width: int) -> int:
+def _enlargement(height: int, width: int) -> int:
     """Returns the whole factor that enlarges an image's shorter side to 64 pixels or more."""
     return max(1, -(-_SHOWN_SIDE // min(height, width)))
 
@@ -59,12 +59,12 @@ def save_grid(path: Path, truth: Tensor, reconstruction: Tensor) -> None:
         ScoringError: a tensor holds no pixels.
         ReportError: the two differ in shape, or C is neither 1 nor 3.
     """
-    write_bytes(path, encode_png(grid_of(*_as_bytes(truth, reconstruction))))
+    write_bytes(path, encode_png(_grid_of(*_as_bytes(truth, reconstruction))))
 
 
-def grid_of(truth: Tensor, reconstruction: Tensor) -> Tensor:
+def _grid_of(truth: Tensor, reconstruction: Tensor) -> Tensor:
     """Returns one (H', W', C) image: truths above reconstructions, both (N, H, W, C) uint8."""
-    factor = enlargement(*truth.shape[1:3])
+    factor = _enlargement(*truth.shape[1:3])
     rows = []
     for images in (truth, reconstruction):
         enlarged = images.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
@@ -99,7 +99,7 @@ def reconstruction_file(folder: Path, row: ResultRow) -> Path | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
+class _Pair:
     """Holds a true image and what an attack made of it, (H, W, C) uint8, and the PSNR in dB."""
 
     pixels: tuple[Tensor, Tensor]
@@ -123,7 +123,7 @@ class Plate:
     There are no `pairs` if the pictures cannot be read; `problem` then says why.
     """
 
-    pairs: list[Pair]
+    pairs: list[_Pair]
     hidden: int = 0
     width: int = 0
     height: int = 0
@@ -132,9 +132,9 @@ class Plate:
     problem: str = ""
 
     def grid(self) -> Tensor:
-        """Returns the pairs as one (H, W, C) uint8 image, see `grid_of`; there has to be a pair."""
+        """Returns the pairs, at least one, as one (H, W, C) uint8 image, see `_grid_of`."""
         truths, images = zip(*(pair.pixels for pair in self.pairs), strict=True)
-        return grid_of(torch.stack(truths), torch.stack(images))
+        return _grid_of(torch.stack(truths), torch.stack(images))
 
 
 def plates_of(
@@ -145,7 +145,7 @@ def plates_of(
     All rows of one comparison, batch size and round show the same image first, so that defenses can
     be compared: the median image of the median trial of their first row. The strongest come first.
     """
-    scored = scored_trials(runs)
+    scored = _scored_trials(runs)
     victims: dict[tuple[object, ...], str | None] = {}
     for row in rows:
         if row.cell in scored:
@@ -156,7 +156,7 @@ def plates_of(
     for row in sorted(rows, key=lambda row: not row.strongest):
         if row.cell not in scored:
             continue
-        if pixels >= PIXELS:
+        if pixels >= _PIXELS:
             omitted += 1
             continue
         try:
@@ -165,7 +165,7 @@ def plates_of(
         except FedsimError as error:
             plate = Plate(pairs=[], problem=str(error)[:_LONGEST])
         # The first plate has room whatever its size: a page without a picture shows nothing.
-        if pixels and pixels + plate.pixels > PIXELS:
+        if pixels and pixels + plate.pixels > _PIXELS:
             omitted += 1
             continue
         pixels += plate.pixels
@@ -177,7 +177,7 @@ def _place(row: LeaderboardRow) -> tuple[object, ...]:
     return (row.comparison, row.batch_size, row.round)
 
 
-def scored_trials(runs: Iterable[StoredRun]) -> dict[str, list[Trial]]:
+def _scored_trials(runs: Iterable[StoredRun]) -> dict[str, list[_Trial]]:
     """Returns `ResultRow.cell` -> the cell's trials with scored images, by ascending PSNR."""
     found: dict[str, list[tuple[float, ResultRow, Path]]] = {}
     for run in runs:
@@ -191,7 +191,7 @@ def scored_trials(runs: Iterable[StoredRun]) -> dict[str, list[Trial]]:
     }
 
 
-def _median_victim(scored: Sequence[Trial]) -> str | None:
+def _median_victim(scored: Sequence[_Trial]) -> str | None:
     """Returns the digest of the median image of the median trial; None if its row states none."""
     row, _ = scored[(len(scored) - 1) // 2]
     values = (row.per_image or {}).get("psnr") or []
@@ -201,7 +201,7 @@ def _median_victim(scored: Sequence[Trial]) -> str | None:
     return row.victims[order[(len(order) - 1) // 2]]
 
 
-def _plate(scored: Sequence[Trial], victim: str | None) -> Plate:
+def _plate(scored: Sequence[_Trial], victim: str | None) -> Plate:
     """Returns the plate of the trial that attacked `victim`, or of the median one."""
     with_victim = [entry for entry in scored if victim in (entry[0].victims or [])]
     candidates = with_victim or scored
@@ -218,10 +218,10 @@ def _plate(scored: Sequence[Trial], victim: str | None) -> Plate:
     both = _as_bytes(truth[order], reconstruction[order])
     values = psnr(reconstruction[order], truth[order]).tolist()
     height, width = truth.shape[-2:]
-    factor = enlargement(height, width)
+    factor = _enlargement(height, width)
     return Plate(
         pairs=[
-            Pair(pixels=(before, after), psnr=value)
+            _Pair(pixels=(before, after), psnr=value)
             for before, after, value in zip(*both, values, strict=True)
         ],
         hidden=len(truth) - len(order),
@@ -259,7 +259,7 @@ def encode_png(image: Tensor) -> bytes:
     return buffer.getvalue()
 
 
-OVERVIEW = "overview.png"
+_OVERVIEW = "overview.png"
 
 _MOST = 3
 """Largest number of images of a round that are chosen."""
@@ -269,7 +269,7 @@ _NAME = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovery:
+class _Recovery:
     """One true image, and what an attack made of it (`image`), with the PSNR of that in dB."""
 
     round: int
@@ -280,7 +280,7 @@ class Recovery:
     image: Tensor
     psnr: float
 
-    def is_of(self, victim: Recovery) -> bool:
+    def is_of(self, victim: _Recovery) -> bool:
         """Whether both are of one image in one round, and not known to be of two clients."""
         other_client = min(self.client, victim.client) >= 0 and self.client != victim.client
         same_round = self.round == victim.round and not other_client
@@ -288,13 +288,13 @@ class Recovery:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShownDefense:
+class _ShownDefense:
     """What the strongest attack on a defense recovered; `row` is that attack's."""
 
     row: LeaderboardRow
-    recoveries: list[Recovery]
+    recoveries: list[_Recovery]
 
-    def find(self, victim: Recovery) -> Recovery | None:
+    def find(self, victim: _Recovery) -> _Recovery | None:
         """Returns the recovery of the image of `victim`; None if no trial attacked that image."""
         return next((each for each in self.recoveries if each.is_of(victim)), None)
 
@@ -308,10 +308,10 @@ def save_overview(folder: Path) -> Path | None:
     Raises:
         FedsimError: the folder holds no results, or a file in it is damaged.
     """
-    defenses = choose_defenses(load_runs([folder]))
+    defenses = _choose_defenses(load_runs([folder]))
     if not defenses:
         return None
-    victims = choose_victims(defenses[0].recoveries)
+    victims = _choose_victims(defenses[0].recoveries)
     attacked = [each for each in defenses if any(map(each.find, victims))]
     row, count = defenses[0].row, len(defenses[0].recoveries)
     note = "all images"
@@ -320,25 +320,27 @@ def save_overview(folder: Path) -> Path | None:
     note += f", batch size {row.batch_size}, {printable(row.threat.title)}"
     if hidden := len(defenses) - len(attacked[:_ROWS]):
         note += f"; {number_of(hidden, 'row')} without these images or without room"
-    write_bytes(folder / OVERVIEW, _draw(victims, attacked[:_ROWS], note))
-    return folder / OVERVIEW
+    write_bytes(folder / _OVERVIEW, _draw(victims, attacked[:_ROWS], note))
+    return folder / _OVERVIEW
 
 
-def choose_defenses(runs: Sequence[StoredRun]) -> list[ShownDefense]:
+def _choose_defenses(runs: Sequence[StoredRun]) -> list[_ShownDefense]:
     """Returns the strongest attack on each defense, as the leaderboard ranks those with images."""
-    trials = scored_trials(runs)
+    trials = _scored_trials(runs)
     rows = [row for row in aggregate(measurements(runs)) if trials.get(row.cell)]
     rows = [row for row in rows if row.comparison[-2:] == rows[0].comparison[-2:]]
     rows = [row for row in rows if row.batch_size == min(each.batch_size for each in rows)]
     rounds = {row.round for row in rows}
     rows = [row for row in rows if row.round in (min(rounds), max(rounds))]
-    shown: dict[tuple[str, str], ShownDefense] = {}
+    shown: dict[tuple[str, str], _ShownDefense] = {}
     for row in rows:
         place = (row.variant, row.defense)
-        first = shown.setdefault(place, ShownDefense(row=row, recoveries=[]))
+        first = shown.setdefault(place, _ShownDefense(row=row, recoveries=[]))
         if (row.attack, row.vantage) == (first.row.attack, first.row.vantage):
             first.recoveries.extend(
-                Recovery(round=row.round, client=trial.client, truth=truth, image=image, psnr=value)
+                _Recovery(
+                    round=row.round, client=trial.client, truth=truth, image=image, psnr=value
+                )
                 for trial, path in trials[row.cell]
                 for truth, image, value in _read_pairs(path)
             )
@@ -351,7 +353,7 @@ def _read_pairs(path: Path) -> list[tuple[Tensor, Tensor, float]]:
     return list(zip(truth, images, psnr(images, truth).tolist(), strict=True))
 
 
-def choose_victims(recoveries: Sequence[Recovery]) -> list[Recovery]:
+def _choose_victims(recoveries: Sequence[_Recovery]) -> list[_Recovery]:
     """Returns the images of each round; of more than three the worst, the median and the best."""
     victims = []
     for round in sorted({each.round for each in recoveries}):
@@ -369,7 +371,7 @@ _SIDE, _LEFT, _APART, _LINE = 1.0, 1.75, 0.1, 1.3
 """Height of an image; room for names; gap between columns; distance of two rows."""
 
 
-def _draw(victims: Sequence[Recovery], defenses: Sequence[ShownDefense], note: str) -> bytes:
+def _draw(victims: Sequence[_Recovery], defenses: Sequence[_ShownDefense], note: str) -> bytes:
     """Returns the PNG; Pillow draws it, since matplotlib takes seconds for a dozen small images."""
     from PIL import Image, ImageDraw
 

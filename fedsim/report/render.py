@@ -101,7 +101,7 @@ _COLUMNS = (
 )
 
 
-def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
+def _terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
     """Returns the leaderboard as text of `width` characters, a table per comparison."""
     from rich.console import Console
     from rich.text import Text
@@ -276,7 +276,7 @@ def render(
         return _csv(rows, awaited)
     if awaited:
         return f"{awaited.mark}: no attack is scored yet\n"
-    return terminal_table(rows, width, color)
+    return _terminal_table(rows, width, color)
 
 
 def _reasons(rows: Sequence[LeaderboardRow], awaited: Awaited | None) -> list[str]:

@@ -28,7 +28,7 @@ _ROUNDING = 1e-9
 """A guess counts as at least this, so that shares of it stay finite."""
 
 
-REFUTING_LEVEL = 0.05
+_REFUTING_LEVEL = 0.05
 """Largest chance that members told refute a claim that holds."""
 OTHERS: Mapping[ControlKind | None, str] = {
     "client": "another client’s update",
@@ -242,7 +242,7 @@ class LeaderboardRow:
     @property
     def is_refuted_by_members(self) -> bool:
         """Whether members told refute the privacy claim, which is wrong once in 20 at most."""
-        return self.membership_p is not None and self.membership_p <= REFUTING_LEVEL
+        return self.membership_p is not None and self.membership_p <= _REFUTING_LEVEL
 
     @property
     def exposed(self) -> bool:

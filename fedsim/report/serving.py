@@ -51,7 +51,7 @@ _HEADERS = {
 }
 
 
-class WatchedPage:
+class _WatchedPage:
     """The page of some run folders, built again only if they changed; safe for several threads."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -122,7 +122,7 @@ class PageServer(ThreadingHTTPServer):
             raise FedsimError(
                 f"--host {host}: whoever reaches this machine could read the page; give a token"
             )
-        self.page = WatchedPage(folders)
+        self.page = _WatchedPage(folders)
         self.token = token
         self.host = host
         self._places = threading.BoundedSemaphore(_AT_ONCE)

@@ -50,7 +50,7 @@ def _cells(rows: Sequence[Row]) -> list[list[Row]]:
     return list(cells.values())
 
 
-def made_of_public(members: Sequence[Row], root: Path) -> Path | None:
+def _made_of_public(members: Sequence[Row], root: Path) -> Path | None:
     """Returns the file of a reconstruction of public images for `members`, the rows of a cell."""
     for row in members:
         path = reconstruction_path(folder_of(root), row["attack"]["label"], row["observation"])
@@ -74,7 +74,7 @@ def record_public(
         alone = {row["client"] for row in members} == {first["client"]}
         if first["release"] or not alone or first["vantage"] not in ("server", "eavesdropper"):
             continue
-        if made_of_public(members, root):
+        if _made_of_public(members, root):
             continue
         path = path_of(folder_of(root), first["observation"])
         if path.exists() or _record(first, root, servers[first["defense"]["name"]]):
@@ -127,7 +127,7 @@ def _record(row: Row, root: Path, server: Server) -> bool:
 def add_controls(rows: Sequence[Row], root: Path) -> None:
     """Sets each row's `control`: how an answer to *another* update scores on its truth."""
     for members in _cells(rows):
-        public = made_of_public(members, root)
+        public = _made_of_public(members, root)
         for place, row in enumerate(members):
             # In turn from the next one on, so that each row is the control of another.
             others = members[place + 1 :] + members[:place]

@@ -66,7 +66,7 @@ def differences(
     # A run that lost its scenario has no values to differ in, and gets none.
     present = [setting for setting in settings if setting]
     differing = [key for key in keys if any(s.get(key) != present[0].get(key) for s in present)]
-    stacks = [stacks_of(scenario) for scenario in scenarios]
+    stacks = [_stacks_of(scenario) for scenario in scenarios]
     names = {name: None for own in stacks for name in own if not _within(f"defenses.{name}", shown)}
     # A stack that only one run has is no difference: its rows have a name of their own.
     defined = {name: [own[name] for own in stacks if name in own] for name in names}
@@ -78,7 +78,7 @@ def differences(
     ]
 
 
-def stacks_of(scenario: Mapping[str, Any]) -> Mapping[str, Any]:
+def _stacks_of(scenario: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the defense stacks of a resolved scenario, by name; empty if it has none."""
     stacks = scenario.get("defenses")
     return stacks if isinstance(stacks, Mapping) else {}
@@ -324,7 +324,7 @@ def _rank_copy(row: ResultRow) -> tuple[float, bool, bool]:
 
 def _load_run(folder: Path) -> StoredRun:
     text, parsed = _scenario(folder / "scenario.yaml")
-    plan = load_plan(folder)
+    plan = _load_plan(folder)
     rows = _read(folder / RESULTS, ResultRow, optional=plan is not None)
     # Rows that wait for truth, or that saw nothing, are counted and enter no table.
     counts = Counter(row.status for row in rows)
@@ -348,7 +348,7 @@ def _load_run(folder: Path) -> StoredRun:
     return replace(run, rows=[row.model_copy(update=of_run) for row in scored])
 
 
-def load_plan(folder: Path) -> Plan | None:
+def _load_plan(folder: Path) -> Plan | None:
     """Reads the plan of the run in `folder`; None if it has none, as runs of earlier versions."""
     path = folder / PLAN
     if not path.exists():

@@ -73,11 +73,11 @@ def round_row(server: Server, result: RoundRecord) -> Row:
         "test_chance": chance,
         "epsilon": number(claimed.epsilon),
         "privacy": _privacy(claimed),
-        "sigma": row_noise(server),
+        "sigma": _row_noise(server),
     }
 
 
-def row_noise(server: Server) -> float | None:
+def _row_noise(server: Server) -> float | None:
     """Returns σ, where a client appends the rows of σ I to its data; else None."""
     defense, release = server.stack.data_defense, server.release
     return defense.sigma(release) if defense and release else None
@@ -288,7 +288,11 @@ def refuse_foreign_rows(
 ) -> None:
     """Refuses a folder that holds lines of other runs, which would count in the tables.
 
-    `keys` are of the results that the run is to have, and `last` is its last round.
+    Args:
+        out: Folder of the run.
+        keys: `key` of each result that the run is to have.
+        stacks: Names of the run's defense stacks.
+        last: Number of its last round.
 
     Raises:
         FedsimError: a line is damaged or of another run; with the file and the line.

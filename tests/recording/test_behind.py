@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from fedsim.recording.behind import WorkQueue
+from fedsim.recording.behind import _WorkQueue
 
 
 def test_work_is_done_in_the_order_in_which_it_came() -> None:
-    done, behind = list[int](), WorkQueue()
+    done, behind = list[int](), _WorkQueue()
     for number in range(200):
         behind.later(lambda number=number: done.append(number))  # type: ignore[misc]
     behind.finish()
@@ -23,7 +23,7 @@ def test_work_is_done_in_the_order_in_which_it_came() -> None:
 
 
 def test_a_caller_waits_while_more_than_the_bound_waits() -> None:
-    behind, go, third = WorkQueue(most_bytes=10), threading.Event(), threading.Event()
+    behind, go, third = _WorkQueue(most_bytes=10), threading.Event(), threading.Event()
     behind.later(lambda: go.wait(20) and None, 6)
     behind.later(lambda: None, 4)
 
@@ -41,7 +41,7 @@ def test_a_caller_waits_while_more_than_the_bound_waits() -> None:
 
 
 def test_work_larger_than_the_bound_is_done() -> None:
-    done, behind = list[int](), WorkQueue(most_bytes=10)
+    done, behind = list[int](), _WorkQueue(most_bytes=10)
     behind.later(lambda: done.append(1), 1000)
     behind.finish()
     assert done == [1]
@@ -49,7 +49,7 @@ def test_work_larger_than_the_bound_is_done() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_work_that_fails_holds_up_nothing() -> None:
-    done, behind = list[int](), WorkQueue(most_bytes=10)
+    done, behind = list[int](), _WorkQueue(most_bytes=10)
 
     def fail() -> None:
         raise RuntimeError("broken")
@@ -61,7 +61,7 @@ def test_work_that_fails_holds_up_nothing() -> None:
 
 
 def test_work_may_ask_for_its_end() -> None:
-    done, behind = list[int](), WorkQueue()
+    done, behind = list[int](), _WorkQueue()
 
     def work() -> None:
         behind.finish()
@@ -93,7 +93,7 @@ def test_a_finalizer_may_come_in_the_middle_of_handing_work_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The collector runs where it likes: also between work's arrival and its thread's start."""
-    done, behind = list[int](), WorkQueue()
+    done, behind = list[int](), _WorkQueue()
     start = threading.Thread.start
 
     def collected(self: Any) -> None:
@@ -109,7 +109,7 @@ def test_a_finalizer_may_come_in_the_middle_of_handing_work_over(
 def test_work_is_done_once_and_in_order_where_no_thread_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done, behind = list[int](), WorkQueue()
+    done, behind = list[int](), _WorkQueue()
 
     def refused(self: Any) -> None:
         raise RuntimeError("can't start new thread")
@@ -125,7 +125,7 @@ def test_work_is_done_once_and_in_order_where_no_thread_can_be_started(
 
 
 def test_a_wait_with_a_limit_ends_where_nothing_gets_done() -> None:
-    behind, go = WorkQueue(), threading.Event()
+    behind, go = _WorkQueue(), threading.Event()
 
     def hang() -> None:
         go.wait(20)

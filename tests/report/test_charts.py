@@ -10,17 +10,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fedsim.report.charts import Axis, Series, _move_apart, _rates, chart
+from fedsim.report.charts import _Axis, _draw_chart, _move_apart, _rates, _Series
 from fedsim.targets.membership import membership_auc
 
 
-def drawn(*series: Series) -> ElementTree.Element:
-    text = chart(series, across=Axis("x"), up=Axis("y"), description="of <b>")
+def drawn(*series: _Series) -> ElementTree.Element:
+    text = _draw_chart(series, across=_Axis("x"), up=_Axis("y"), description="of <b>")
     return ElementTree.fromstring(text)  # noqa: S314 - our own
 
 
 def test_a_chart_is_described_and_labels_stay_text() -> None:
-    root = drawn(Series(color=0, points=[(1.0, 2.0)], label="<b>&"))
+    root = drawn(_Series(color=0, points=[(1.0, 2.0)], label="<b>&"))
     assert root.get("role") == "img" and root.get("aria-label") == "of <b>"
     assert "<b>&" in [text.text for text in root.iter("text")]
     assert not [part for part in root.iter() if part.tag == "b"]
@@ -29,7 +29,7 @@ def test_a_chart_is_described_and_labels_stay_text() -> None:
 def test_larger_is_further_right_and_up_and_nothing_leaves_the_frame() -> None:
     points = [(0.0, -3.0), (50.0, 10.0), (100.0, 60.0)]
     series = [
-        Series(color=i, points=[p], bars=[((p[0] - 1, p[0] + 1), (p[1] - 9, p[1] + 9))])
+        _Series(color=i, points=[p], bars=[((p[0] - 1, p[0] + 1), (p[1] - 9, p[1] + 9))])
         for i, p in enumerate(points)
     ]
     root = drawn(*series)
@@ -43,7 +43,7 @@ def test_larger_is_further_right_and_up_and_nothing_leaves_the_frame() -> None:
 
 @pytest.mark.parametrize("shape", ["line", "steps"])
 def test_a_line_passes_through_its_points(shape: str) -> None:
-    root = drawn(Series(color=9, points=[(0, 0), (1, 1), (2, 0)], shape=shape))  # type: ignore[arg-type]
+    root = drawn(_Series(color=9, points=[(0, 0), (1, 1), (2, 0)], shape=shape))  # type: ignore[arg-type]
     (path,) = root.iter("path")
     assert len(re.findall(r"[MLHV]", path.get("d") or "")) == (3 if shape == "line" else 5)
     assert path.get("stroke-dasharray"), "a color that comes again is dashed"
@@ -53,7 +53,7 @@ def test_a_line_passes_through_its_points(shape: str) -> None:
     ("low", "high"), [(0, 1), (-3.2, 41), (0.001, 0.002), (-1e6, 1e7), (3, 3.1)]
 )
 def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
-    ticks = Axis("x").ticks((low, high))
+    ticks = _Axis("x").ticks((low, high))
     assert 2 <= len(ticks) <= 8
     assert low <= ticks[0] and ticks[-1] <= high
     assert all(len(f"{tick:g}".strip("-")) <= 8 for tick in ticks)

@@ -21,14 +21,14 @@ from fedsim.cli.commands import app
 from fedsim.contracts import plugins
 from fedsim.report.content import Content
 from fedsim.report.dossier import (
-    check_command,
-    coverage,
-    criteria,
+    _check_command,
+    _coverage,
+    _criteria,
+    _hashes,
+    _list_commands,
+    _list_tried,
+    _list_untried,
     dossier_of,
-    hashes,
-    list_commands,
-    list_tried,
-    list_untried,
     write_dossier,
 )
 from fedsim.results.lines import ResultRow
@@ -123,7 +123,7 @@ FACTORED = {"name": "factored_inversion", "label": "f", "parameters": {"public":
     ],
 )
 def test_threat_models_that_a_run_covers(rows: list[ResultRow], measured: str, within: str) -> None:
-    found = coverage(rows)
+    found = _coverage(rows)
     assert "".join(each.letter for each in found) == "ABCDEFGH"
     for word, letters in (("measured", measured), ("within", within)):
         assert "".join(e.letter for e in found if e.extent == word) == letters
@@ -134,14 +134,14 @@ def test_threat_models_that_a_run_covers(rows: list[ResultRow], measured: str, w
 def test_every_installed_attack_is_tried_or_not_with_a_reason() -> None:
     rows = [row(), row(attack={"name": "idlg", "label": "second"}, status="failed")]
     names = {plugin.name for plugin in plugins.list_installed("fedsim.attacks")}
-    left = {name: reason for name, _, reason in list_untried(rows)}
+    left = {name: reason for name, _, reason in _list_untried(rows)}
     assert set(left) == names - {"deep_leakage", "idlg"}
-    tried = [(label, ok, n) for label, _, ok, n in list_tried(rows)]
+    tried = [(label, ok, n) for label, _, ok, n in _list_tried(rows)]
     assert tried == [("deep_leakage", 1, 1), ("second", 0, 1)]
     assert "clients send updates of a model" in left["membership_inference"]
     assert "knowledge.public: test" in left["feature_regression"]
     assert left["head_fit"].startswith("the scenario does not name it")
-    granted = {name: why for name, _, why in list_untried([row(knowledge={"public": "test"})])}
+    granted = {name: why for name, _, why in _list_untried([row(knowledge={"public": "test"})])}
     assert granted["feature_regression"].startswith("the scenario does not name it")
 
 
@@ -163,7 +163,7 @@ def test_guarantees_state_unit_neighbours_delta_and_what_an_audit_found(tmp_path
 
 
 def test_criteria_that_were_not_measured_say_so(run_folder: Path) -> None:
-    measured = criteria(Content(load_runs([run_folder])))
+    measured = _criteria(Content(load_runs([run_folder])))
     assert measured["membership"] == "Not measured in this run."
     assert "images" in measured["reconstruction"]
     assert measured["means"].startswith("3 attacks")
@@ -171,12 +171,12 @@ def test_criteria_that_were_not_measured_say_so(run_folder: Path) -> None:
 
 def test_hashes_and_commands_are_those_that_repeat_the_run(small: Path) -> None:
     (run,) = load_runs([small])
-    ((title, line),) = list_commands([run], small)
+    ((title, line),) = _list_commands([run], small)
     assert line == "fedsim run small/scenario.yaml --out again"
     assert title in chapter(page_of(small), 10) and line in chapter(page_of(small), 10)
-    facts = dict(hashes(run))
+    facts = dict(_hashes(run))
     assert all(digest in chapter(page_of(small), 10) for digest in facts.values())
-    command = check_command(small.name)
+    command = _check_command(small.name)
     told = subprocess.run(
         ["bash", "-c", command], cwd=small.parent, capture_output=True, text=True, check=True
     )

@@ -10,8 +10,8 @@ import pytest
 
 from fedsim.report import leaderboard_rows, write_report
 from fedsim.report.glossary import (
+    _keep_figures_whole,
     explain_terms,
-    keep_figures_whole,
     mark_code,
     terms,
     terms_of,
@@ -47,7 +47,7 @@ def test_every_button_of_a_page_opens_an_explanation_that_is_there(run_folder: P
 )
 def test_no_figure_breaks_from_its_unit(token: str) -> None:
     kept = token.replace(" ", "\N{NO-BREAK SPACE}")
-    assert keep_figures_whole(f"it is {token}, so") == f"it is {kept}, so"
+    assert _keep_figures_whole(f"it is {token}, so") == f"it is {kept}, so"
     assert (
         re.sub("<[^>]+>", "", explain_terms(f"it is {token}, so", terms())) == f"it is {kept}, so"
     )

@@ -89,7 +89,7 @@ ATTACKERS: list[tuple[dict[str, Any], str]] = [
 def test_who_attacks_is_named(case: dict[str, Any], named: str, tmp_path: Path) -> None:
     lines = trials([30.0, 31.0, 32.0, 33.0], defense="none", ssim=0.9, **case)
     (verdict,) = judged(tmp_path, lines).verdicts
-    assert words.lead(verdict) == f"Without a defense, {named} recognizable pictures"
+    assert words._lead(verdict) == f"Without a defense, {named} recognizable pictures"
 
 
 def test_whole_sentences(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_structure_is_told_beside_the_guess(tmp_path: Path) -> None:
     lines = trials([18.0, 18.1, 18.2], ssim=0.8)
     for row in lines:
         row["baseline"] = row["baseline"] | {"ssim": 0.6}
-    assert "SSIM 0.80 (guess 0.60)" in words.describe_evidence(behind(tmp_path, lines))
+    assert "SSIM 0.80 (guess 0.60)" in words._describe_evidence(behind(tmp_path, lines))
 
 
 @pytest.mark.parametrize("missing", ["delta", "unit", "relation"])
@@ -217,7 +217,7 @@ def test_what_is_told_of_sources_is_an_answer_though_no_image_was_attacked(tmp_p
     said = words.brief(defended)
     assert "nothing certain about which client holds a record: it names" in said
     assert "for 17% of records (chance 15%); not shown: no attack on images" in said
-    assert "by source_inference" in words.describe_evidence(defended)
+    assert "by source_inference" in words._describe_evidence(defended)
     assert not words.warnings([plain.strongest, defended.strongest])
     assert not plain.strongest.warnings
 

@@ -14,14 +14,14 @@ from synthetic_run import write_run
 
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.report import save_overview
-from fedsim.report.pictures import ShownDefense, choose_defenses, choose_victims
+from fedsim.report.pictures import _choose_defenses, _choose_victims, _ShownDefense
 from fedsim.results.lines import ControlOf, ResultRow
 from fedsim.results.reading import load_runs
 from fedsim.scoring import psnr
 
 
-def defenses_of(folder: Path) -> dict[str, ShownDefense]:
-    return {each.row.defense: each for each in choose_defenses(load_runs([folder]))}
+def defenses_of(folder: Path) -> dict[str, _ShownDefense]:
+    return {each.row.defense: each for each in _choose_defenses(load_runs([folder]))}
 
 
 def test_a_picture_is_written_the_same_each_time(run_folder: Path, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_every_defense_shows_the_chosen_images_unless_none_attacked_them(
 ) -> None:
     folder = shutil.copytree(run_folder, tmp_path / "run")
     defenses = defenses_of(folder)
-    victims = choose_victims(defenses["none"].recoveries)
+    victims = _choose_victims(defenses["none"].recoveries)
     for victim in victims:
         for stack in ("none", "pruning"):  # behind dp a trial of the attack that is shown failed
             found = defenses[stack].find(victim)
@@ -58,7 +58,7 @@ def test_of_many_images_the_worst_the_median_and_the_best_are_shown(tmp_path: Pa
     folder = write_run(tmp_path, stacks=["none"], trials=5)
     recoveries = defenses_of(folder)["none"].recoveries
     values = sorted(each.psnr for each in recoveries)
-    victims = choose_victims(recoveries)
+    victims = _choose_victims(recoveries)
     assert len(values) == 5
     assert [each.psnr for each in victims] == [values[0], values[2], values[-1]]
 
@@ -73,8 +73,8 @@ def test_a_prior_that_draws_the_same_from_any_update_is_not_shown(run_folder: Pa
         return row.model_copy(update={"control": ControlOf(other_update=row.metrics)})
 
     rows = [as_control(row, "inverting_gradients") for row in run.rows]
-    assert choose_defenses([run])[0].row.attack == "inverting_gradients"
-    assert choose_defenses([replace(run, rows=rows)])[0].row.attack == "deep_leakage"
+    assert _choose_defenses([run])[0].row.attack == "inverting_gradients"
+    assert _choose_defenses([replace(run, rows=rows)])[0].row.attack == "deep_leakage"
 
 
 def test_a_sweep_shows_the_same_images_of_every_variant(tmp_path: Path) -> None:
@@ -82,11 +82,11 @@ def test_a_sweep_shows_the_same_images_of_every_variant(tmp_path: Path) -> None:
     for rate in (0.1, 0.01):
         variant = {"training.local.lr": rate}
         write_run(tmp_path / f"lr={rate}", variant=variant, stacks=stacks, trials=2)
-    defenses = choose_defenses(load_runs([tmp_path]))
+    defenses = _choose_defenses(load_runs([tmp_path]))
     assert [(each.row.variant, each.row.defense) for each in defenses] == [
         (f"training.local.lr={rate}", name) for rate in (0.01, 0.1) for name in stacks
     ]
-    for victim in choose_victims(defenses[0].recoveries):
+    for victim in _choose_victims(defenses[0].recoveries):
         assert all(each.find(victim) for each in defenses)
     paths = [save_overview(tmp_path), save_overview(tmp_path / "lr=0.1")]
     whole, one = [Image.open(path).height for path in paths if path]
@@ -95,6 +95,6 @@ def test_a_sweep_shows_the_same_images_of_every_variant(tmp_path: Path) -> None:
 
 def test_another_clients_same_image_is_not_shown_for_it(run_folder: Path) -> None:
     """An image may lie with two clients; a sum of all clients' updates is of each of them."""
-    victim = choose_victims(defenses_of(run_folder)["none"].recoveries)[0]
+    victim = _choose_victims(defenses_of(run_folder)["none"].recoveries)[0]
     for client, there in ((victim.client, True), (victim.client + 1, False), (-1, True)):
         assert replace(victim, client=client).is_of(victim) is there

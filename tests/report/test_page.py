@@ -162,7 +162,7 @@ def test_a_column_shows_the_same_image_behind_every_defense(page: Page, content:
 def test_a_page_of_too_many_pixels_says_how_many_pictures_it_lacks(
     run_folder: Path, content: Content, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedsim.report.pictures.PIXELS", 5000)
+    monkeypatch.setattr("fedsim.report.pictures._PIXELS", 5000)
     few = Content(load_runs([run_folder]))
     assert few.without_pictures > content.without_pictures == 0
     assert any(line.plate for line in few.sections[0].lines)

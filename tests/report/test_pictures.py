@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from fedsim.report import ReportError, save_grid, save_grids
-from fedsim.report.pictures import Pair, reconstruction_file
+from fedsim.report.pictures import _Pair, reconstruction_file
 from fedsim.results.reading import load_runs
 from fedsim.scoring import ScoringError
 
@@ -33,7 +33,7 @@ def test_grid_places_truth_above_reconstruction(tmp_path: Path) -> None:
 
 def test_data_addresses_hold_one_pixel_per_pixel() -> None:
     own = torch.randint(256, (5, 7, 3), generator=torch.Generator().manual_seed(0)).byte()
-    pair = Pair(pixels=(own, 255 - own), psnr=0.0)
+    pair = _Pair(pixels=(own, 255 - own), psnr=0.0)
     for uri, image in ((pair.truth, own), (pair.reconstruction, 255 - own)):
         content = base64.b64decode(uri.removeprefix("data:image/png;base64,"))
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), image)

@@ -14,7 +14,7 @@ from answer_rows import trial
 from fedsim.report import leaderboard_rows, load_runs, render
 from fedsim.report.content import Content
 from fedsim.report.judge import judge
-from fedsim.report.messages import describe_certificates
+from fedsim.report.messages import _describe_certificates
 from fedsim.report.page import html_of
 from fedsim.report.row import LeaderboardRow
 
@@ -22,7 +22,7 @@ from fedsim.report.row import LeaderboardRow
 def certificate_sentence(rows: list[LeaderboardRow]) -> str:
     """What is said of certificates of the only defense."""
     (verdict,) = judge(rows).verdicts
-    return describe_certificates(verdict.certificates)
+    return _describe_certificates(verdict.certificates)
 
 
 EIGHT = {"images": 4, "determined": 4, "certified": 4, "false": 0, "per_image": {}}

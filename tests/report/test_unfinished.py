@@ -17,7 +17,7 @@ from fedsim import stages
 from fedsim.cli.commands import app
 from fedsim.contracts import plugins
 from fedsim.report import load_runs, unfinished, write_report
-from fedsim.report.dossier import dossier_of, list_untried
+from fedsim.report.dossier import _list_untried, dossier_of
 from fedsim.results.record import PLAN, Plan
 from fedsim.system.lock import is_locked, lock_folder
 from fedsim.types import FedsimError, RunFailed
@@ -99,7 +99,7 @@ def test_nothing_is_said_of_its_end(half: Path) -> None:
     assert "The attacks so far work without a defense" in dossier and uncompared in dossier
     assert "no control" not in page + dossier
     runs = load_runs([half])
-    reasons = {name: reason for name, _, reason in list_untried(runs[0].rows, runs)}
+    reasons = {name: reason for name, _, reason in _list_untried(runs[0].rows, runs)}
     assert reasons["idlg"] == "the run has not come to it"
     assert "does not name it" in reasons["prior_only"]
     assert set(reasons) < {plugin.name for plugin in plugins.list_installed("fedsim.attacks")}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedsim.results.reading import load_plan
+from fedsim.results.reading import _load_plan
 from fedsim.results.record import (
     PLAN,
     Plan,
@@ -67,11 +67,11 @@ def test_half_a_character_in_a_plan_is_refused(tmp_path: Path) -> None:
     """In a plan that is whole otherwise, so that nothing else of it is refused."""
     plan = Plan(scenario="s", variant={"a": "x"}, rounds=1, attack_runs=1, lines=1, resumable=True)
     plan.save(tmp_path)
-    assert load_plan(tmp_path) == plan
+    assert _load_plan(tmp_path) == plan
     path = tmp_path / PLAN
     path.write_text(path.read_text().replace('"x"', '"\\ud800"'))
     with pytest.raises(FedsimError, match=r"plan\.json: .*surrogates"):
-        load_plan(tmp_path)
+        _load_plan(tmp_path)
 
 
 def test_no_nan_is_ever_written(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from slow_cases import slow_but
 
-from fedsim.results.rows import row_noise
+from fedsim.results.rows import _row_noise
 from fedsim.scenario import Scenario, dump, expand, json_schema, load, open_document, resolve
 from fedsim.training.workload import Workload
 
@@ -81,11 +81,11 @@ PRINTED = {
 def test_a_scenario_uses_the_printed_noise(name: str) -> None:
     scenario = load(SCENARIOS / "private" / f"{name}.yaml")
     first = Workload(scenario, "none")
-    assert row_noise(first) is None
+    assert _row_noise(first) is None
     for stack, printed in PRINTED[name].items():
-        noise = row_noise(Workload(scenario, stack, first.dataset))
+        noise = _row_noise(Workload(scenario, stack, first.dataset))
         assert f"{noise:.3f}" == f"{printed:.3f}", stack
-    tight = row_noise(Workload(scenario, "tight", first.dataset))
+    tight = _row_noise(Workload(scenario, "tight", first.dataset))
     assert tight is not None and tight < PRINTED[name]["paper"]
 
 

@@ -422,11 +422,11 @@ another release of the same row
     fedsim/results/controls.py:_other_targets [validity/test_victims]
     other[turn] != victim => other[turn]
 pictures of one network count as independent of it
-    fedsim/report/leaderboard.py:units [validity/test_beside_leakage]
+    fedsim/report/leaderboard.py:_units [validity/test_beside_leakage]
     LEAST <= len(networks) < len(apart) => False
 n counts runs
     fedsim/report/leaderboard.py:_aggregate [validity/test_victims]
-    units(rows) => [[i] for i in range(len(rows))]
+    _units(rows) => [[i] for i in range(len(rows))]
 runs of other seeds are dropped as copies
     fedsim/results/reading.py:measurements [results/test_identity]
     str(run.setting('seed')) => ''
@@ -434,7 +434,7 @@ of trials that share an image the luckiest counts
     fedsim/report/leaderboard.py:_aggregate.measured [validity/test_beside_leakage]
     sum(unit) / len(unit) => max(unit)
 images counted once for each trial
-    fedsim/report/leaderboard.py:images [validity/test_beside_leakage]
+    fedsim/report/leaderboard.py:count_images [validity/test_beside_leakage]
     {victim for victims in recorded for victim in victims}
     => [victim for victims in recorded for victim in victims]
 each trial is a network
@@ -528,7 +528,7 @@ a lost trial makes exact pictures unseen
     fedsim/report/judge.py:_level_by_gains [validity/test_leaderboard]
     certain > 0 and several or row.exposed => certain > 0 and several
 features of any update as a leak
-    fedsim/report/judge.py:leaks_by_mean [validity/test_leaderboard]
+    fedsim/report/judge.py:_leaks_by_mean [validity/test_leaderboard]
     upper <= target.leaks * row.guess_of(name) and (not uninformed)
     => upper <= target.leaks * row.guess_of(name)
 a prior as the positive control
@@ -573,7 +573,7 @@ a prior that lends the verdict its gain
     fedsim/report/judge.py:_verdict [validity/test_leaderboard]
     r.own_gain if strongest.is_uninformed else r.gain => r.gain
 a trial exposed by two halves
-    fedsim/report/leaderboard.py:own_gains [validity/test_leaderboard]
+    fedsim/report/leaderboard.py:_own_gains [validity/test_leaderboard]
     min(gain, over) => gain
 a rare exact picture hidden by a steady attack
     fedsim/report/judge.py:_strongest [validity/test_leaderboard]
@@ -582,16 +582,16 @@ a single trial without a word on its control
     fedsim/report/leaderboard.py:_no_control [validity/test_leaderboard]
     not ok or any((row.other_update for row in ok)) => True
 labels of any update as a leak
-    fedsim/report/judge.py:fits_any_update [validity/test_leaderboard]
+    fedsim/report/judge.py:_fits_any_update [validity/test_leaderboard]
     over.mean < told.leaks => False
 memberships of any release as a leak
-    fedsim/report/judge.py:leaks_told [validity/test_leaderboard]
-    not fits_any_update(row, what) => True
+    fedsim/report/judge.py:_leaks_told [validity/test_leaderboard]
+    not _fits_any_update(row, what) => True
 memberships of any release as the control
     fedsim/report/judge.py:_does_no_better [validity/test_leaderboard]
     over_other is not None and over_other.certain <= 0 => False
 a verdict that forgets among how many it chose
-    fedsim/report/judge.py:count_compared [validity/test_leaderboard]
+    fedsim/report/judge.py:_count_compared [validity/test_leaderboard]
     max(1, sum((row.n_ok > 0 and measure(row) is not None for row in rows))) => 1
 the best of many by one trial
     fedsim/report/judge.py:_level_by_gains [validity/test_leaderboard]

@@ -23,7 +23,7 @@ from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.contracts.metric import match
 from fedsim.data.bundled import Digits
-from fedsim.report.leaderboard import accuracy_of, aggregate, images
+from fedsim.report.leaderboard import accuracy_of, aggregate, count_images
 from fedsim.report.row import LeaderboardRow
 from fedsim.results import rows
 from fedsim.results.lines import ResultRow, UtilityOf
@@ -64,7 +64,7 @@ def test_trials_that_share_an_image_count_as_their_mean(tmp_path: Path) -> None:
     row = one_line(tmp_path, lines)
     assert row.independent == 2 and row.metrics["psnr"] is not None
     assert row.metrics["psnr"].mean == pytest.approx(14.5)
-    assert images([ResultRow.model_validate(each) for each in lines]) == 2
+    assert count_images([ResultRow.model_validate(each) for each in lines]) == 2
 
 
 def test_from_three_networks_on_an_interval_is_over_networks() -> None:

@@ -28,11 +28,11 @@ from fedsim.report import (
     save_grid,
     write_report,
 )
-from fedsim.report.charts import accused
+from fedsim.report.charts import _list_accused
 from fedsim.report.dossier import dossier_of
 from fedsim.report.facts import standing_still
 from fedsim.report.judge import Verdict, judge
-from fedsim.report.messages import describe_cautions, describe_control, describe_evidence
+from fedsim.report.messages import _describe_evidence, describe_cautions, describe_control
 from fedsim.report.row import population_of
 from fedsim.scoring import accuracy, student_interval
 
@@ -423,7 +423,7 @@ def test_who_is_accused_first_is_the_one_of_highest_score(tmp_path: Path) -> Non
     members = torch.tensor([False, True, False, True])
     scores = torch.tensor([-1.0, 3.0, 1.0, 0.0])
     save_file({"membership": scores, "members": members}, path / "client-0000-b1-t0.safetensors")
-    (found,) = accused(rows, load_runs([tmp_path]), {"none": 0})
+    (found,) = _list_accused(rows, load_runs([tmp_path]), {"none": 0})
     assert found.points == [(0, 0), (0, 0.5), (0.5, 0.5), (0.5, 1), (1, 1)]
 
 
@@ -668,7 +668,7 @@ def test_what_another_update_yields_as_well_is_never_the_strongest(tmp_path: Pat
     verdict = judged(rows)
     assert verdict.level == "unseen"
     assert verdict.gain is not None and verdict.gain.mean == 0.0  # what is due to this update
-    assert "18.0" not in describe_evidence(verdict)
+    assert "18.0" not in _describe_evidence(verdict)
     # A trial that no attack gains by chance is proof that it sees.
     rare = [line(60.0 if t == 1 else 12.0, trial=t, other=12.0) for t in range(4)]
     (row,) = board(tmp_path, rare)

@@ -19,7 +19,7 @@ from fedsim.recording.truth import load_truth
 from fedsim.report.leaderboard import leaderboard_rows
 from fedsim.report.row import LeaderboardRow
 from fedsim.results import controls
-from fedsim.results.controls import made_of_public
+from fedsim.results.controls import _made_of_public
 from fedsim.results.record import Row, Run
 from fedsim.scoring import Guesser, score
 from fedsim.types import Dataset, FedsimError, GroundTruth, Reconstruction, Tensors
@@ -209,7 +209,7 @@ def test_where_no_other_client_is_observed_the_control_is_of_public_images(tmp_p
     done = run(tmp_path / "out", observe=observe, attacks=attacks, defenses={"none": []})
     assert {row["control"]["of"] for row in done.rows()} == {"public"}
     rows = cell(done, 3, attack="inverting_gradients")
-    path = made_of_public(rows, done.out)
+    path = _made_of_public(rows, done.out)
     assert path is not None
     drawn, source = read_tensors(path), Shades().load()
     public = [image.float() / 255 for image in source.test_images]
