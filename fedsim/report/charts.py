@@ -54,7 +54,7 @@ class _Series:
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _ChartAxis:
     """One axis of a chart; `name` is the text beside it."""
 
     name: str
@@ -87,7 +87,12 @@ class _Axis:
 
 
 def _draw_chart(
-    series: Sequence[_Series], *, across: _Axis, up: _Axis, description: str, diagonal: bool = False
+    series: Sequence[_Series],
+    *,
+    across: _ChartAxis,
+    up: _ChartAxis,
+    description: str,
+    diagonal: bool = False,
 ) -> Markup:
     """Draws a chart as SVG; a dashed line marks equal values if `diagonal`, else zero of `up`."""
     points = [point for one in series for point in (*one.points, *one.rings)]
@@ -261,8 +266,8 @@ def _leakage(
         series = [replace(one, bars=()) for one in series]
     drawn = _draw_chart(
         series,
-        across=_Axis("test accuracy, % → better model", least=4.0),
-        up=_Axis("gain over guessing, dB → worse", least=2.0),
+        across=_ChartAxis("test accuracy, % → better model", least=4.0),
+        up=_ChartAxis("gain over guessing, dB → worse", least=2.0),
         description="Leakage against accuracy, a dot for each defense",
     )
     bars = _TEXTS["bars"].format(confidence=confidence, population=population_of(rows))
@@ -278,8 +283,8 @@ def _membership(lines: Sequence[_Series]) -> ChartGroup | None:
         return None
     drawn = _draw_chart(
         [replace(line, label="") for line in lines],
-        across=_Axis("share of other rows that are accused", (0, 1)),
-        up=_Axis("share of members found → worse", (0, 1)),
+        across=_ChartAxis("share of other rows that are accused", (0, 1)),
+        up=_ChartAxis("share of members found → worse", (0, 1)),
         description="True against false positive rate, a line for each defense",
         diagonal=True,
     )
@@ -307,7 +312,7 @@ def _training(runs: Sequence[StoredRun], colors: Mapping[str, int]) -> ChartGrou
         caption = name.replace("_", " ").replace("train ", "training ")
         said = f"{caption} by round, a line for each defense"
         if any(curve.points for curve in of_field.values()):
-            across, up = _Axis("round", counts=True), _Axis(caption)
+            across, up = _ChartAxis("round", counts=True), _ChartAxis(caption)
             drawn = _draw_chart(list(of_field.values()), across=across, up=up, description=said)
             charts.append((caption, drawn))
     legend = [(name, colors[name]) for name in curves["test_accuracy"]]

@@ -10,12 +10,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fedsim.report.charts import _Axis, _draw_chart, _move_apart, _rates, _Series
+from fedsim.report.charts import _ChartAxis, _draw_chart, _move_apart, _rates, _Series
 from fedsim.targets.membership import membership_auc
 
 
 def drawn(*series: _Series) -> ElementTree.Element:
-    text = _draw_chart(series, across=_Axis("x"), up=_Axis("y"), description="of <b>")
+    text = _draw_chart(series, across=_ChartAxis("x"), up=_ChartAxis("y"), description="of <b>")
     return ElementTree.fromstring(text)  # noqa: S314 - our own
 
 
@@ -53,7 +53,7 @@ def test_a_line_passes_through_its_points(shape: str) -> None:
     ("low", "high"), [(0, 1), (-3.2, 41), (0.001, 0.002), (-1e6, 1e7), (3, 3.1)]
 )
 def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
-    ticks = _Axis("x").ticks((low, high))
+    ticks = _ChartAxis("x").ticks((low, high))
     assert 2 <= len(ticks) <= 8
     assert low <= ticks[0] and ticks[-1] <= high
     assert all(len(f"{tick:g}".strip("-")) <= 8 for tick in ticks)
