@@ -93,7 +93,7 @@ a limit of ε kept by what an attack refutes
     least > most => least > 1
 a share of members that refutes no ε
     fedsim/report/row.py:is_refuted_by_members [report/test_limits]
-    self.membership_p <= REFUTING_LEVEL => False
+    self.membership_p <= _REFUTING_LEVEL => False
 a client that refutes an ε, averaged away
     fedsim/report/leaderboard.py:_corrected_p [report/test_limits]
     min(found) => sum(found) / len(found)
