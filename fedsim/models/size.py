@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +29,15 @@ class Size:
     """Bytes of all layers' outputs for one image, which a gradient has to keep."""
 
 
-_SHAPED_AS_THEIR_INPUT = {
-    *(F.batch_norm, F.group_norm, F.dropout),
+_LAYERS = {
+    *(F.conv2d, F.linear, F.max_pool2d, torch.max_pool2d, F.batch_norm, F.group_norm),
     *(F.relu, F.leaky_relu, F.elu, F.gelu, F.silu, F.softplus, torch.sigmoid, torch.tanh),
+    F.dropout,
 }
 
 
 class _ShapesAlone(TorchFunctionMode):
-    """Answers for layers whose outputs' shapes follow from their inputs.
+    """Answers for `_LAYERS` by what they make of no image at all, which takes no memory.
 
     On the meta device, torch computes these by rules that import its compiler, which takes long.
     """
@@ -44,109 +45,32 @@ class _ShapesAlone(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if _is_counted(args) and not (kwargs and "out" in kwargs):
-            first, *others = args
-            if function in _SHAPED_AS_THEIR_INPUT and _fits(function, first, others):
-                return first.new_empty(first.shape)
-            if function is F.linear and _maps(first, others):
-                return first.new_empty(*first.shape[:-1], others[0].shape[0])
-            if (of := _SHAPE_RULES.get(function)) and (
-                shape := of(first, *others, **(kwargs or {}))
-            ):
-                return first.new_empty(shape)
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if function in _LAYERS and _is_counted(first) and "out" not in kwargs:
+            none = torch.empty(0, *first.shape[1:], dtype=first.dtype, device="cpu")
+            others = {name: _stand_in(value) for name, value in kwargs.items()}
+            answer = function(none, *map(_stand_in, args[1:]), **others)
+            if isinstance(answer, Tensor):
+                return first.new_empty(len(first), *answer.shape[1:])
+        return function(*args, **kwargs)
 
 
-def _is_counted(args: Sequence[object]) -> bool:
-    """Whether a layer's input is on the meta device: it has a shape, but no numbers."""
-    first = args[0] if args else None
-    return isinstance(first, Tensor) and first.is_meta and first.is_floating_point()
-
-
-def _fits(function: object, layer_input: Tensor, others: Sequence[object]) -> bool:
-    """Whether statistics and weights have the input's channels; if not, torch raises its error."""
-    channels = layer_input.shape[1] if layer_input.dim() > 1 else 0
-    parts = [other.shape for other in others if isinstance(other, Tensor)]
-    if function is F.group_norm:
-        groups = others[0] if others else None
-        if not isinstance(groups, int) or groups < 1 or channels % groups:
-            return False
-    if function is F.batch_norm and not channels:
-        return False
-    return all(shape == (channels,) for shape in parts)
-
-
-def _maps(layer_input: Tensor, others: Sequence[object]) -> bool:
-    """Whether weight (out, in) and bias (out,) of a linear layer fit its input's features."""
-    weight, bias = [*others, None, None][:2]
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not layer_input.dim():
-        return False
-    whole = bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1])
-    return whole and layer_input.shape[-1] == weight.shape[1]
-
-
-def _convolution_shape(
-    images: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> tuple[int, ...] | None:
-    """Returns the shape of a convolution's output; None if torch has to say it, or refuse it."""
-    if weight.dim() != 4 or not (bias is None or bias.shape == weight.shape[:1]):
-        return None
-    outputs, inputs, *kernel = weight.shape
-    if images.shape[1:2] != (groups * inputs,) or outputs % groups:
-        return None
-    return _window_shape(images, outputs, kernel, stride, padding, dilation)
-
-
-def _pool_shape(
-    images: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> tuple[int, ...] | None:
-    """Returns the shape of a max pool's output; None if torch has to say it, or refuse it."""
-    if ceil_mode or return_indices or images.dim() != 4:
-        return None
-    if max(_pair(padding)) * 2 > min(_pair(kernel_size)):
-        return None
-    return _window_shape(
-        images, images.shape[1], kernel_size, stride or kernel_size, padding, dilation
+def _is_counted(layer_input: object) -> TypeGuard[Tensor]:
+    """Whether it is a batch on the meta device, which has a shape, but no numbers."""
+    return (
+        isinstance(layer_input, Tensor)
+        and layer_input.is_meta
+        and layer_input.is_floating_point()
+        and layer_input.dim() > 1
     )
 
 
-def _window_shape(
-    images: Tensor, channels: int, kernel: Any, stride: Any, padding: Any, dilation: Any
-) -> tuple[int, ...] | None:
-    """Returns the shape (N, C, H', W') of an output for each window of images (N, C, H, W)."""
-    if images.dim() != 4 or isinstance(padding, str):
-        return None
-    sizes = [
-        (size + 2 * p - d * (k - 1) - 1) // s + 1
-        for size, k, s, p, d in zip(
-            images.shape[2:], *map(_pair, (kernel, stride, padding, dilation)), strict=True
-        )
-    ]
-    return (len(images), channels, *sizes) if min(sizes) > 0 else None
-
-
-def _pair(size: Any) -> Sequence[int]:
-    """Returns a size for rows and one for columns, of which torch takes one for both."""
-    return (size, size) if isinstance(size, int) else size
-
-
-_SHAPE_RULES: Mapping[Any, Callable[..., tuple[int, ...] | None]] = {
-    F.conv2d: _convolution_shape,
-    F.max_pool2d: _pool_shape,
-    torch.max_pool2d: _pool_shape,
-}
+def _stand_in(argument: object) -> object:
+    """Returns zeros of a weight's shape, which are one number in memory; all else as it is."""
+    if isinstance(argument, Tensor) and argument.is_meta:
+        return torch.zeros((), dtype=argument.dtype, device="cpu").expand(argument.shape)
+    return argument
 
 
 def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> Size | None:
