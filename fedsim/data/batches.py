@@ -30,7 +30,14 @@ def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
 
 
 def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -> Tensor:
-    """Returns the `indices` in bin `step` modulo `bins`; `rng` is seeded alike in each step."""
+    """Returns the `indices` that were dealt to bin `step` modulo `bins`, perhaps none.
+
+    Args:
+        indices: (n,), the client's examples.
+        bins: Number of bins among which the examples are dealt.
+        step: Number of the client's step, counted from 0 over all rounds.
+        rng: A generator with the same seed in each step, so that the deal stays.
+    """
     # The same bins are drawn in each step, so an example takes part in exactly one of any `bins`
     # successive steps.
     return indices[torch.randint(bins, (len(indices),), generator=rng) == step % bins]
@@ -39,11 +46,18 @@ def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -
 def of_trial(
     indices: Tensor, batch_size: int, trial: int, trials: int, step: int, rng: torch.Generator
 ) -> Tensor | None:
-    """Returns `batch_size` of `indices` for one `step` of a trial; None if too few are left.
+    """Returns `batch_size` of `indices` for one step of a trial; None if too few are left.
 
-    No other trial and no other step draws the same examples, and the first step's do not depend on
-    how many there are. Both count from 0. `rng` is seeded alike in each trial and step, so that the
-    order stays.
+    No other trial and no other step draws the same examples. Those of a trial's first step depend
+    neither on the number of trials nor on that of steps.
+
+    Args:
+        indices: (n,), the client's examples, all different.
+        batch_size: Number of examples of a step.
+        trial: Number of the trial, from 0.
+        trials: How many trials there are.
+        step: Number of the step within the trial, from 0.
+        rng: A generator with the same seed in each trial and step, so that the order stays.
     """
     # Steps are the outer order: in step 0 the slice starts at trial * batch_size, whatever `trials`
     # is.

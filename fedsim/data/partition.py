@@ -33,8 +33,17 @@ def partition(
     in proportions drawn from Dir(alpha) (Hsu, Qi and Brown 2019). `shards`: the set is sorted by
     class and cut into clients x shards_per_client equal shards, dealt at random (McMahan et al.
     2017). `natural`: the source knows whose each image is. `file`: a CSV file with columns
-    `index,client`, or a JSON list of each image's client. What leaves a client less than
-    `min_images` is refused. `config` names one of these, and `seed` decides every draw.
+    `index,client`, or a JSON list of each image's client.
+
+    Args:
+        dataset: Data whose training examples are divided.
+        config: Kind of division, with the parameter that it takes.
+        clients: Number of parts.
+        seed: Decides every draw.
+        min_images: Least number of examples of a client.
+
+    Raises:
+        FedsimError: There is no such division, or none was found; the message has a remedy.
     """
     count = len(dataset.train_labels)
     if clients * min_images > count:

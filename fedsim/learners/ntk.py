@@ -27,15 +27,26 @@ leaves about 1e-16 n where the exact value is zero, on any processor."""
 
 
 def draw_weights(neurons: int, dimension: int, scale: float, generator: torch.Generator) -> Tensor:
-    """Draws (neurons, dimension) weights w_r ~ N(0, scale² I), independent of the data."""
+    """Draws the neurons' weights w_r ~ N(0, σ² I) as (m, d), independent of the data.
+
+    Args:
+        neurons: m.
+        dimension: d.
+        scale: σ.
+        generator: A stream on the CPU.
+    """
     return scale * torch.randn(neurons, dimension, generator=generator, dtype=torch.float64)
 
 
 def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-    """Computes the (a, b) kernel values of `x` (a, d) and `z` (b, d).
+    """Computes the (a, b) kernel values of two sets of rows.
 
-    With `weights` (m, d) the kernel is discrete (Definition 3.5); the weights carry σ themselves.
-    Without weights it is the continuous kernel σ² (x'z)² (Definition 3.6), `scale` being σ.
+    Args:
+        x: (a, d) rows.
+        z: (b, d) rows.
+        weights: (m, d) of the discrete kernel (Definition 3.5), which carry σ themselves; None for
+            the continuous kernel σ² (x'z)² (Definition 3.6).
+        scale: σ of the continuous kernel.
     """
     product = x @ z.T
     if weights is None:
@@ -58,9 +69,14 @@ def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
 def predict(
     x: Tensor, train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
 ) -> Tensor:
-    """Computes the (a, c) values K(x, X) α of `x` (a, d); the largest of a row is its class.
+    """Computes the (a, c) values K(x, X) α, of which the largest in a row is its class.
 
-    `train` is X, `alpha` α (n, c), and `weights` and `scale` are those of `kernel`.
+    Args:
+        x: (a, d) rows to classify.
+        train: X (n, d), whose kernel matrix `fit` was given.
+        alpha: α (n, c), as `fit` returns it.
+        weights: As of `kernel`.
+        scale: As of `kernel`.
     """
     return kernel(x, train, weights, scale=scale) @ alpha
 
@@ -70,8 +86,14 @@ def quadratic_form(
 ) -> Tensor:
     """Computes the predictor (c, d, d): symmetric Q with x' Q_j x = K(x, X) α_j for all x.
 
-    Q_j = sym(X' diag(α_j) X S), of the arguments of `predict`. It is linear in the predictor, so
-    that the mean of several models' predictions is the prediction of their mean Q.
+    Q_j = sym(X' diag(α_j) X S). It is linear in the predictor, so that the mean of several models'
+    predictions is the prediction of their mean Q.
+
+    Args:
+        train: X (n, d), whose kernel matrix `fit` was given.
+        alpha: α (n, c), as `fit` returns it.
+        weights: As of `kernel`.
+        scale: As of `kernel`.
     """
     # X' diag(α_j) X of each class j, at once.
     weighted = torch.einsum("ij,ia,ib->jab", alpha, train, train)

@@ -257,11 +257,19 @@ def train(
 ) -> Trained:
     """Trains on `batches` as `training` says, and returns the result before the update defenses.
 
-    Model, weights, buffers (which stay as they are) and batches are on one device, and so is the
-    result; the `generator` is on the CPU. A batch for each step is (normalized images (B, C, H, W),
-    labels (B,)); where B varies, sums are divided by `training.batch_size`. `training` is as
-    changed by the training defenses of the `stack`, which make the direction of a step. Defenses
-    with a memory go on from a client's earlier steps only inside `stack.memory_of`.
+    All tensors are on one device, and so is the result. Defenses with a memory go on from a
+    client's earlier steps only inside `stack.memory_of`.
+
+    Args:
+        model: Computes the loss.
+        spec: Description of the model, which defenses of steps are handed.
+        parameters: Global weights by name, which stay as they are.
+        buffers: Global buffers by name, which stay as they are.
+        batches: (normalized images (B, C, H, W), labels (B,)) of each step. Where B varies, sums
+            are divided by `training.batch_size`.
+        training: Local training as the stack's training defenses change it.
+        stack: Defenses, of which those of training make the direction of a step.
+        generator: Stream of the defenses' and the model's draws, on the CPU.
     """
     updated = {name: value.clone() for name, value in buffers.items()}
     loss = loss_function(model, updated, training)

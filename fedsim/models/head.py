@@ -83,7 +83,14 @@ def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> 
 def assemble(
     body: nn.Module, head: HeadConfig | None, input_shape: tuple[int, ...], num_classes: int
 ) -> Classifier:
-    """Joins a new `body` with the head that `make_head` makes; one input is (C, H, W) or (D,)."""
+    """Joins a body with a new head to a classifier in train mode.
+
+    Args:
+        body: Computes features of a batch, of which all but the first axis are flattened.
+        head: Two-layer head; None for a linear one.
+        input_shape: (C, H, W) of an image, or (D,) of a row.
+        num_classes: K, the number of logits.
+    """
     features = feature_size(body, input_shape)
     unit = head is not None and head.unit_features
     return Classifier(body, make_head(head, features, num_classes), unit_features=unit)

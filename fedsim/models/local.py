@@ -130,8 +130,12 @@ def features_of(
 ) -> Tensor:
     """Returns the head's inputs (B, d), detached, as the client's first step computes them.
 
-    `images` are normalized, `buffers` stay as they are, and the model is put into the mode of
-    `training`.
+    Args:
+        model: Computes the features; it is put into the mode of `training`.
+        parameters: Weights to compute with, by the model's names.
+        buffers: Buffers to compute with, by the model's names; they stay as they are.
+        images: (B, C, H, W), normalized.
+        training: Has the mode.
     """
     state = {name: value.clone() for name, value in buffers.items()} | dict(parameters)
     model.train(training.mode == "train")
@@ -148,10 +152,15 @@ def gradient(
     create_graph: bool = False,
     on_loss: Callable[[Tensor], None] | None = None,
 ) -> Tensors:
-    """Computes the gradient of `loss`, by the parameters' names.
+    """Computes the gradient of a loss in the parameters, by their names.
 
-    Images and labels are as in `loss_function`. With `create_graph` the gradient is differentiable
-    in the images. `on_loss` is called with the detached loss, 0-d.
+    Args:
+        loss: Function of (parameters, images, labels), such as `loss_function` returns.
+        parameters: Weights at which the gradient is taken.
+        images: (B, C, H, W), normalized.
+        labels: (B,) int64, or (B, K) probabilities.
+        create_graph: Whether the gradient is differentiable in the images.
+        on_loss: Is called with the detached loss, 0-d.
     """
     inputs = {
         # Weights that depend on candidate images keep their graph; all others become leaves.
@@ -323,13 +332,20 @@ def local_updates(
     batches: Iterable[tuple[Tensor, Tensor]],
     training: LocalTraining,
 ) -> Tensors:
-    """Computes the updates of K clients, stacked (K, ...), by the parameters' names.
+    """Computes the updates of K clients at once, stacked (K, ...), by the parameters' names.
 
-    Client k's is what `local_update` makes of the k-th of the stacked `parameters` and, in each
-    step, of normalized images (K, B, ...) and labels (K, B), or probabilities (K, B, C). `buffers`
-    are the same for all clients. It fails as `require_batched`.
+    Args:
+        model: Computes the loss; it is put into the mode of `training`.
+        parameters: (K, ...) weights by name, from which client k's `local_update` starts.
+        buffers: Buffers by name, the same for all clients.
+        batches: One per step: normalized images (K, B, ...), and labels (K, B) or probabilities
+            (K, B, C).
+        training: Training of each client, as `LocalTraining` describes it.
+
+    Raises:
+        FedsimError: Batch norm or dropout in training mode, which clients cannot share.
     """
-    require_batched(model, training)
+    _require_batched(model, training)
     losses = torch.vmap(loss_function(model, buffers, training))
 
     def total(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
@@ -344,7 +360,7 @@ def local_updates(
     return local_update(direction, parameters, batches, training)
 
 
-def require_batched(model: Classifier, training: LocalTraining) -> None:
+def _require_batched(model: Classifier, training: LocalTraining) -> None:
     """Refuses batch norm and dropout in training mode, which K clients cannot share."""
     if training.mode != "train":
         return

@@ -93,9 +93,13 @@ def check(size: Size | None, content: str = "the model's weights") -> None:
 
 
 def check_batch(size: Size | None, key: str, images: int, device: torch.device) -> None:
-    """Refuses, by a FedsimError that names `key`, `images` whose gradient is too large.
+    """Refuses, by a FedsimError, a batch whose gradient exceeds the memory beside the model.
 
-    That is if it and the model exceed the memory of `device`; a `size` of None passes.
+    Args:
+        size: Size of the model; None, which is unknown, passes.
+        key: Key of the scenario that sets the batch, for the message.
+        images: Number of images whose gradient is computed at once.
+        device: Device that computes it.
     """
     if size is not None:
         memory.check(

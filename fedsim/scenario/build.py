@@ -84,10 +84,15 @@ def build_stack(refs: Sequence[PluginRef]) -> Stack:
 def announce_defenses(
     stack: Stack, refs: Sequence[PluginRef], declared: LocalTraining, release: Release | None
 ) -> tuple[Mapping[str, object], ...]:
-    """Returns the public facts of the defenses `refs`, of which `stack` was built.
+    """Returns the public facts of a stack's defenses, in its order: name and parameters of each.
 
-    These are their names and parameters; derived parameters replace those that they follow from. It
-    fails as `Stack.guarantees`.
+    Derived parameters replace those that they follow from. It fails as `Stack.guarantees`.
+
+    Args:
+        stack: Stack that was built of `refs`.
+        refs: Defenses as the scenario names them.
+        declared: Local training before any defense changes it.
+        release: Release of a closed-form learner; None for others.
     """
     # Both iterators follow the written order of their kind, so that each `next` belongs to its
     # `ref`.
@@ -131,7 +136,15 @@ def problem_of(
     examples: int,
     device: torch.device,
 ) -> Problem:
-    """Describes what the scenario's learner works on; `described` is the `Problem.dataset`."""
+    """Returns what the scenario's learner is bound to.
+
+    Args:
+        scenario: A resolved scenario.
+        stack: Its stack of defenses that is trained.
+        described: The data's description with the test split; training data may be left out.
+        examples: Number of all clients' training examples together.
+        device: Device that the learner computes on.
+    """
     return Problem(
         learner=_name_plugin(scenario.learner),
         stack=stack,

@@ -47,9 +47,13 @@ def limit() -> int:
 
 
 def check(needed: float, content: str, remedy: str, device: torch.device | None = None) -> None:
-    """Refuses what does not fit the memory of the process, or of the CUDA `device`, used or not.
+    """Refuses, by a FedsimError, what exceeds the memory, however much of that is in use.
 
-    `content` is words for what takes the bytes, with the key of the scenario in front.
+    Args:
+        needed: Estimated number of bytes.
+        content: Words for what takes them, with the key of the scenario in front.
+        remedy: Words for what to change.
+        device: CUDA device whose memory counts; None or a CPU means this process's (`limit`).
     """
     available = limit()
     if device is not None and device.type == "cuda":

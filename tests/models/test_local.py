@@ -8,11 +8,11 @@ from torch.func import grad, vmap
 
 from fedsim.models.base import build, denormalize, normalize
 from fedsim.models.local import (
+    _require_batched,
     gradient,
     local_update,
     local_updates,
     loss_function,
-    require_batched,
 )
 from fedsim.types import FedsimError, LocalTraining, ModelSpec, StepRule
 
@@ -298,14 +298,14 @@ def test_updates_are_those_of_serial_training(model, how):
 
 def test_batch_norm_in_training_mode_is_refused():
     with pytest.raises(FedsimError, match="norm: group"):
-        require_batched(make_model("convnet", width=4, norm="batch"), training())
+        _require_batched(make_model("convnet", width=4, norm="batch"), training())
 
 
 def test_dropout_in_training_mode_is_refused():
     model = make_model(head={"width": 8})
     with pytest.raises(FedsimError, match="dropout"):
-        require_batched(model, training(dropout=0.5))
-    require_batched(model, training(dropout=0.5, mode="eval"))
+        _require_batched(model, training(dropout=0.5))
+    _require_batched(model, training(dropout=0.5, mode="eval"))
     model.install(nn.Sequential(model.body, nn.Dropout(0.1)), model.head)
     with pytest.raises(FedsimError, match="dropout"):
-        require_batched(model, training())
+        _require_batched(model, training())
