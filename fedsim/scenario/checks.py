@@ -8,7 +8,6 @@ from typing import Any
 
 from fedsim.contracts.attack import Attack, unreadable
 from fedsim.contracts.defense import AggregationDefense, MaskedAggregation
-from fedsim.contracts.grant import Grant
 from fedsim.contracts.learner import Learner
 from fedsim.contracts.plugins import list_installed
 from fedsim.scenario.build import (
@@ -47,58 +46,42 @@ def check(
     `sound(path)` says whether no problem has been found at `path` or below so far.
     """
     data, training, observe = (sections.get(name) for name in ("data", "training", "observe"))
-    attacks, knowledge = sections.get("attacks"), sections.get("knowledge")
-    federation = sections.get("federation")
-    usable = [(i, entry) for i, entry in enumerate(attacks or []) if sound(("attacks", i))]
-    trains = True
-    if sound(("learner",)):
-        learner = build_learner(sections["learner"])
-        trains = learner.trains
+    attacks = enumerate(sections.get("attacks") or [])
+    usable = [(index, entry) for index, entry in attacks if sound(("attacks", index))]
+    # What cannot be built has errors of its own, which are reported elsewhere.
+    stacks = {n: r for n, r in sections.get("defenses", {}).items() if sound(("defenses", n))}
+    learner = build_learner(sections["learner"]) if sound(("learner",)) else None
+    trains = learner is None or learner.trains
+    if learner:
         yield from _readable(usable, learner.payload())
         if not trains:
             yield from _closed_form(sections, learner)
         elif "model" not in sections and sound(("model",)):
             yield ("model",), "missing; add `model: ...`"
-    trainable: Training | None = None
-    if training:
-        faults = list(_algorithm(training))
-        # Stacks are checked only against sound training: they would repeat its errors.
-        trainable = None if faults else training
-        yield from faults
+    faults = list(_algorithm(training)) if training else []
+    yield from faults
     if data:
         yield from _partition(data)
     if observe:
         yield from _check_observe(observe, training, data)
         if training:
             yield from _sampling(training, observe, [entry for _, entry in usable])
-        # A stack with errors of its own cannot be built, and is reported elsewhere.
-        stacks = {n: r for n, r in sections.get("defenses", {}).items() if sound(("defenses", n))}
-        yield from _vantages(observe, training, federation, stacks, trains=trains)
-        yield from _candidates(observe, usable, federation, trains and sound(("learner",)))
-    if federation:
-        yield from _engine(federation.engine, audited=sections.get("audit") is not None)
+        yield from _vantages(observe, training, sections.get("federation"), stacks, trains=trains)
+        if learner:
+            yield from _candidates(observe, usable, trains=trains)
+    yield from _engine(sections)
     yield from _results(sections)
     yield from _labels(usable)
-    if knowledge:
-        yield from _needs(usable, knowledge)
-    if knowledge and not trains and knowledge.public != "none":
-        yield (
-            ("knowledge", "public"),
-            "only attacks on the updates of a model use public images; remove it",
-        )
-    if knowledge and training:
-        yield from _batch_norm(knowledge, training)
-    for name, refs in sections.get("defenses", {}).items():
-        if trainable and sound(("defenses", name)):
-            model = sections.get("model") if sound(("model",)) else None
-            yield from _stack(name, refs, trainable if trains else None, model)
+    yield from _knowledge(sections, usable, trains=trains)
+    # Stacks are checked only against sound training: they would repeat its errors.
+    if training and not faults:
+        model = sections.get("model") if sound(("model",)) else None
+        for name, refs in stacks.items():
+            yield from _stack(name, refs, training if trains else None, model)
 
 
 def _candidates(
-    observe: Observe,
-    entries: Sequence[tuple[int, AttackEntry]],
-    federation: Federation | None,
-    trains: bool,
+    observe: Observe, entries: Sequence[tuple[int, AttackEntry]], *, trains: bool
 ) -> Iterator[SectionProblem]:
     """Refuses attacks on updates that lack candidates, and candidates that nobody can have."""
     path = ("observe", "candidates")
@@ -110,26 +93,14 @@ def _candidates(
                     f"{entry.name} says of candidates whether they took part; add "
                     "`observe.candidates: N`, or drop it",
                 )
-        return
-    if not trains:
+    elif not trains:
         yield path, "the learner trains no model, and every row is asked about; remove it"
-    if observe.batch_sizes is not None:
+    elif observe.batch_sizes is not None:
         yield (
             path,
             "candidates are of the training itself, and probes have batches of their own; remove "
             "it, or observe.batch_sizes",
         )
-    if federation:
-        try:
-            remote = build_engine(federation.engine).remote
-        except FedsimError:
-            return  # reported by `_engine`
-        if remote:
-            yield (
-                path,
-                f"engine {federation.engine} leaves data where they are, so that no copy of a "
-                "candidate can be found at other clients; use another engine, or remove it",
-            )
 
 
 def _attack_class(entry: AttackEntry) -> type[Attack[Any]]:
@@ -149,17 +120,29 @@ def _asks_members(entry: AttackEntry) -> bool:
     return _asks_candidates(entry) and not _attack_class(entry).asked_of_sources
 
 
-def _engine(name: str, *, audited: bool) -> Iterator[SectionProblem]:
+def _engine(sections: Mapping[str, Any]) -> Iterator[SectionProblem]:
+    """Refuses an engine that is none, and what it keeps from a run by leaving data in place."""
+    if not (federation := sections.get("federation")):
+        return
+    name, observe = federation.engine, sections.get("observe")
     try:
         engine = build_engine(name)
     except FedsimError as error:
         yield ("federation", "engine"), str(error)
         return
-    if audited and engine.remote:
+    if not engine.remote:
+        return
+    if sections.get("audit") is not None:
         yield (
             ("audit",),
             f"canaries take the place of clients' data, which engine {name} leaves where they are; "
             "audit the scenario on another engine (federation.engine)",
+        )
+    if observe and observe.candidates is not None:
+        yield (
+            ("observe", "candidates"),
+            f"engine {name} leaves data where they are, so that no copy of a candidate can be "
+            "found at other clients; use another engine, or remove it",
         )
 
 
@@ -395,26 +378,26 @@ def _vantages(
     trains: bool,
 ) -> Iterator[SectionProblem]:
     """Yields every problem with `observe.vantages`; sections that are not valid are None."""
+    combined = {name: found for name, refs in stacks.items() if (found := _aggregation(refs))}
     if "client" in observe.vantages:
         yield from _lookers(observe, training, federation, trains=trains)
-        for name, refs in stacks.items():
-            if (aggregation := _aggregation(refs)) and not aggregation.averages:
+        for name, aggregation in combined.items():
+            if not aggregation.averages:
                 yield (
                     ("defenses", name),
-                    f"{refs[-1].name} does not say that its combination is a mean, from which a "
-                    "participant could take its own update off; drop it, or client from "
+                    f"{stacks[name][-1].name} does not say that its combination is a mean, from "
+                    "which a participant could take its own update off; drop it, or client from "
                     "observe.vantages",
                 )
     if "eavesdropper" in observe.vantages and federation and not federation.tls:
-        for name, refs in stacks.items():
-            aggregation = _aggregation(refs)
+        for name, aggregation in combined.items():
             # Masked updates may be read on the wire; an ideal sum sends plain ones, which may not.
-            if aggregation and not isinstance(aggregation, MaskedAggregation):
+            if not isinstance(aggregation, MaskedAggregation):
                 yield (
                     ("defenses", name),
-                    f"{refs[-1].name} is an ideal, which says what the server sees and not what "
-                    "crosses a wire in plaintext; drop it, or eavesdropper from observe.vantages, "
-                    "or use federation.tls: true",
+                    f"{stacks[name][-1].name} is an ideal, which says what the server sees and not "
+                    "what crosses a wire in plaintext; drop it, or eavesdropper from "
+                    "observe.vantages, or use federation.tls: true",
                 )
 
 
@@ -496,18 +479,24 @@ def _find_repeated(values: Sequence[Hashable]) -> Iterator[int]:
             yield index
 
 
-def _needs(
-    entries: Sequence[tuple[int, AttackEntry]], knowledge: Grant
+def _knowledge(
+    sections: Mapping[str, Any], entries: Sequence[tuple[int, AttackEntry]], *, trains: bool
 ) -> Iterator[SectionProblem]:
+    """Refuses attacks that lack what they need, and a grant of what is not there."""
+    if not (knowledge := sections.get("knowledge")):
+        return
     for index, entry in entries:
         # What an attack needs may depend on its parameters.
         required = _attack_class(entry).model_validate(dict(entry.parameters)).required()
         if missing := knowledge.lacks(required):
             yield ("attacks", index), f"{entry.name} {missing}; grant it, or drop the attack"
-
-
-def _batch_norm(knowledge: Grant, training: Training) -> Iterator[SectionProblem]:
-    if knowledge.bn == "inferred" and training.local.mode == "eval":
+    if not trains and knowledge.public != "none":
+        yield (
+            ("knowledge", "public"),
+            "only attacks on the updates of a model use public images; remove it",
+        )
+    training = sections.get("training")
+    if knowledge.bn == "inferred" and training and training.local.mode == "eval":
         yield (
             ("knowledge", "bn"),
             "nothing can be inferred: with training.local.mode eval, clients send no new "
