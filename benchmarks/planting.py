@@ -48,7 +48,7 @@ def measure(scenario: Scenario, dataset: Dataset, trials: int, batch: int) -> di
         _norm(workload.client_update(0, 1, weights, buffers, {}, probe=probe).update.tensors)
         for weights in (planted, parameters)
     ]
-    found = workload.evaluate(planted, buffers)
+    found = workload.computation.evaluate(planted, buffers)
     return {
         "scale": head["planted_std"],
         "accuracy": found.accuracy,
@@ -128,7 +128,7 @@ def main() -> None:
         if dataset is None:
             dataset = load_dataset(scenario)
             workload = Workload(scenario, next(iter(scenario.defenses)), dataset)
-            honest = vars(workload.evaluate(*workload.initial()))
+            honest = vars(workload.computation.evaluate(*workload.initial()))
             print(json.dumps({"honest": honest}), flush=True)
         rows.append(measure(scenario, dataset, arguments.trials, arguments.batch))
         print(json.dumps(rows[-1]), flush=True)

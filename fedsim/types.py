@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # Quoted: torch takes seconds to import, and whoever only calculates or refuses needs none of it.
@@ -133,9 +134,18 @@ class LocalTraining:
         return rule.optimizer == "sgd" and not (rule.nesterov or rule.weight_decay or rule.proximal)
 
     @property
+    def distinct_batches(self) -> int:
+        """Number of batches that a client draws: one, if all steps use the same."""
+        return self.steps if self.batches == "different" else 1
+
+    @property
     def num_images(self) -> int:
         """Number of distinct images of an update (where batches vary: on average)."""
-        return self.batch_size * (self.steps if self.batches == "different" else 1)
+        return self.batch_size * self.distinct_batches
+
+    def as_probed(self, batch_size: int) -> LocalTraining:
+        """Returns the training that answers a probe of `batch_size` images, a number all know."""
+        return replace(self, batch_size=batch_size, sampling="without_replacement")
 
     def bins(self, num_examples: int) -> int:
         """Returns how many bins to deal `num_examples` into, for a mean nearest `batch_size`."""
@@ -493,6 +503,11 @@ class Observation:
     def payload(self) -> Payload:
         """Kind of message that was observed, which an attack has to be able to read."""
         return self.spec.payload
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the tensors are on."""
+        return next(iter(self.parameters.values())).device
 
     @property
     def num_images(self) -> int:

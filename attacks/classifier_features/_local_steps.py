@@ -100,7 +100,7 @@ class _Drift:
     def __init__(self, observation: Observation, middle: float, rng: torch.Generator) -> None:
         """Watches features of noise at both ends of the path and at its `middle`, in (0, 1)."""
         shape = torch.Size((_IMAGES + _TRIED, *observation.model.input_shape))
-        images = _natural_noise(shape, rng).to(next(iter(observation.parameters.values())).device)
+        images = _natural_noise(shape, rng).to(observation.device)
         whole = [_features(observation, share, images) for share in (0.0, 1.0)]
         ends, others = ([each[part] for each in whole] for part in _PARTS)
         self.features, tried = (_features(observation, middle, images)[part] for part in _PARTS)

@@ -314,7 +314,7 @@ class Matching:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self._observation.parameters.values())).device
+        return self._observation.device
 
     def _lay(self, tensor: Tensor) -> Tensor:
         """Copies a tensor, detached, to the precision and the memory order that are used here."""

@@ -58,7 +58,7 @@ class PriorOnly(IterativeAttack[Drawn]):
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Drawn:
         """Draws random weights or pixels; of the observation only the images' shape is used."""
-        device = next(iter(observation.parameters.values())).device
+        device = observation.device
         drawing = Drawing(
             DrawingSettings(
                 canvas=self.prior,

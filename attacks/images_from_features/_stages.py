@@ -229,7 +229,7 @@ class StagedBody:
     ) -> None:
         """Cuts the body for batches of `num_images`; `width` is as for `Body`, at first."""
         self._full = width
-        device = next(iter(observation.parameters.values())).device
+        device = observation.device
         self._width = torch.tensor(float(width), device=device)
         self.body = Body(observation, self._width)
         self.stages = cut_into_stages(self.body, num_images, rng)

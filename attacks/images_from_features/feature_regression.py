@@ -107,7 +107,7 @@ class ImagePrior:
 
 def _features_and_pixels(observation: Observation, images: Tensor) -> tuple[Tensor, Tensor]:
     """Computes features (P, d) of public `images`, and these normalized and small (P, C h w)."""
-    device = next(iter(observation.parameters.values())).device
+    device = observation.device
     model, training = rebuild(observation), observation.training
     features, targets = [], []
     # Batch norm cannot train on a last chunk of a single image.

@@ -154,7 +154,7 @@ def _dummy_response(
 
     hook = layer.register_forward_hook(capture)
     stream = streams.generator(observation.seed, "label_inference")
-    device = next(iter(observation.parameters.values())).device
+    device = observation.device
     # Nothing is known of the images but their shape and normalization.
     images = torch.randn(_DUMMIES, *observation.model.input_shape, generator=stream).to(device)
     # Batch norm answers as it did for the client: by its mode.

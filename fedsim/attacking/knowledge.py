@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsim import rng, types
-from fedsim.attacking.question import Question
+from fedsim.attacking.question import Public, Question
 from fedsim.contracts.attack import (
     Attack,
     AttackFailed,
@@ -25,29 +25,34 @@ from fedsim.contracts.attack import (
 from fedsim.contracts.grant import Grant, Knowledge, MembershipCandidates, SourceRecords
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
-from fedsim.recording.files import load_public, load_public_labels
+from fedsim.recording.files import load_beside, load_public, load_public_labels
 from fedsim.types import FedsimError, Observation, Reconstruction, RowTruth, Truth
 
 
-@dataclass(frozen=True, kw_only=True)
-class Public:
-    """Public data that a threat model can grant, as a run's folder holds them for all attacks."""
+def load_granted(root: Path | None, granted: Grant) -> Public:
+    """Loads the public data of the run in `root` that are `granted`; a FedsimError if it has none.
 
-    images: Tensor | None = None
-    """(P, C, H, W) uint8, or rows (P, D) float32, of the test split; None if not granted."""
-    labels: Tensor | None = None
-    """(P,) int64: their classes; None if not recorded."""
+    Nothing is loaded, and `root` may be None, where no public data are granted.
+    """
+    if granted.public == "none":
+        return Public()
+    if root is None:
+        raise FedsimError(
+            "public images lie in a run's folder, and none was found: name it (--truth)"
+        )
+    return Public(images=load_public(root), labels=load_public_labels(root))
 
-    @classmethod
-    def of(cls, root: Path | None, granted: Grant) -> Public:
-        """Loads the public data of the run in `root` that are `granted`, and must be there."""
-        if granted.public == "none":
-            return cls()
-        if root is None:
-            raise FedsimError(
-                "public images lie in a run's folder, and none was found: name it (--truth)"
-            )
-        return cls(images=load_public(root), labels=load_public_labels(root))
+
+def load_earlier(
+    attack: Attack[AttackState], path: Path, observation: Observation
+) -> tuple[Observation, ...]:
+    """Loads what the watcher of the recording at `path` saw up to its round, on the CPU.
+
+    Nothing is loaded for an attack that does not join rounds, or on a release of rows.
+    """
+    if not attack.joins_rounds or observation.payload != "update":
+        return ()
+    return load_beside(path, observation)
 
 
 def hand_over(
@@ -74,7 +79,7 @@ def hand_over(
     if images is None and granted.public == "test":
         raise ValueError("public=test can only be granted with public images")
     observation = _withhold(observation, granted)
-    device = next(iter(observation.parameters.values())).device
+    device = observation.device
     secret = truth.tensors() if truth else {}
     labels = secret.get("labels") if granted.labels == "known" else None
     features = secret.get("features") if granted.features == "known" else None
@@ -103,7 +108,7 @@ def hand_over_candidates(
     secret = truth.tensors() if truth else {}
     if types.CANDIDATE_MEMBERS not in secret:
         return None
-    device = next(iter(seen[0].parameters.values())).device
+    device = seen[0].device
     return MembershipCandidates(
         # Copies, so that no attack can write into the truth that it is scored by.
         inputs=secret[types.CANDIDATE_INPUTS].to(device, copy=True),
@@ -117,7 +122,7 @@ def _hand_over_records(truth: Truth | None, seen: tuple[Observation, ...]) -> So
     secret = truth.tensors() if truth else {}
     if types.SOURCE_INPUTS not in secret:
         return None
-    device = next(iter(seen[0].parameters.values())).device
+    device = seen[0].device
     clients, took_part = secret[types.SOURCE_CLIENTS], secret[types.SOURCE_PARTICIPANTS]
     return SourceRecords(
         inputs=secret[types.SOURCE_INPUTS].to(device, copy=True),
@@ -184,7 +189,7 @@ def _batch_statistics(observation: Observation, truth: Truth) -> dict[str, Tenso
     for name, module in model.named_modules():
         if isinstance(module, nn.BatchNorm2d):
             watch(name)
-    device = next(iter(observation.parameters.values())).device
+    device = observation.device
     scratch = {name: value.clone() for name, value in observation.buffers.items()}
     with torch.no_grad():
         images = normalize(truth.tensors()["images"].to(device), observation.model)

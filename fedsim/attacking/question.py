@@ -57,14 +57,23 @@ class AttackAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Public:
+    """Public data that a threat model can grant, as a run's folder holds them for all attacks."""
+
+    images: Tensor | None = None
+    """(P, C, H, W) uint8, or rows (P, D) float32, of the test split; None if not granted."""
+    labels: Tensor | None = None
+    """(P,) int64: their classes; None if not recorded."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Surroundings:
     """Holds what all questions to a process have in common."""
 
     device: str
     threads: int
-    public_images: Tensor | None
-    """Images that every attack is granted; None if none are."""
-    public_labels: Tensor | None = None
+    public: Public
+    """Public data that every attack is granted."""
     models: Mapping[str, Classifier] = field(default_factory=dict)
     """Models that no plugin builds, by the names that observations have for them."""
 
@@ -96,7 +105,7 @@ def answer_packed(index: int, questions: bytes) -> bytes:
         # Unpickled only now: the rows of a later question would give away the answer to this one.
         attack, known, seed, restarts = pickle.loads(written)  # noqa: S301 - as above
         known = replace(
-            known, public_images=around.public_images, public_labels=around.public_labels
+            known, public_images=around.public.images, public_labels=around.public.labels
         )
         asked = Question(
             attack=attack,

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from fedsim import scoring
 from fedsim.attacking import jobs
-from fedsim.attacking.knowledge import Public, join_solutions, questions, unanswerable
+from fedsim.attacking.knowledge import (
+    join_solutions,
+    load_earlier,
+    load_granted,
+    questions,
+    unanswerable,
+)
 from fedsim.attacking.observe import checked_examples
 from fedsim.attacking.question import on_cpu
 from fedsim.contracts.attack import Attack, AttackState, create
@@ -79,7 +85,9 @@ def attack(
         victim = jobs.add_all_sources(victim, root, path, observation)
     with fix_within(threads):
         start = jobs.seed_of(observation, name) if seed is None else seed
-        public, seen = Public.of(root, grant), _others(chosen, observation, path)
+        public = load_granted(root, grant)
+        seen = load_earlier(chosen, path, observation) if path else ()
+        seen = tuple(move_tensors(each, observation.device) for each in seen)
         asked = questions(
             chosen, observation, victim, grant, start, public=public, restarts=restarts, seen=seen
         )
@@ -128,17 +136,6 @@ def _find(
     return observation, root, load_truth(root, observation.id, observation.num_clients)
 
 
-def _others(
-    attack: Attack[AttackState], observation: Observation, path: Path | None
-) -> tuple[Observation, ...]:
-    """Returns what the watcher saw beside a recording at `path`, for attacks that join rounds."""
-    if path is None or not attack.joins_rounds or observation.payload != "update":
-        return ()
-    seen = files.load_beside(path, observation)
-    device = next(iter(observation.parameters.values())).device
-    return tuple(move_tensors(each, device) for each in seen)
-
-
 def _refuse_unfit(
     attack: Attack[AttackState],
     name: str,
@@ -168,13 +165,13 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
     size, the recorded update is 0, or the simulation diverges.
     """
     training = observation.training
-    parts = training.steps if training.batches == "different" else 1
+    parts = training.distinct_batches
     # With several clients, or drawn batch sizes, the truth does not say what made which step.
     several = observation.num_clients > 1 or training.sampling != "without_replacement"
     known = truth.tensors() if truth else {}
     if "images" not in known or several or len(known["images"]) % parts:
         return None
-    device = next(iter(observation.parameters.values())).device
+    device = observation.device
     # The client's dropout masks are not recorded; a mask drawn here would be another one.
     model, training = rebuild(observation), replace(training, dropout=0.0)
     buffers = {name: value.clone() for name, value in observation.buffers.items()}

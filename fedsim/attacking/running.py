@@ -32,9 +32,10 @@ from fedsim.attacking.jobs import (
     seed_of,
     without_tensors,
 )
-from fedsim.attacking.knowledge import Public, join_solutions, questions
+from fedsim.attacking.knowledge import join_solutions, load_earlier, load_granted, questions
 from fedsim.attacking.question import (
     AttackAnswer,
+    Public,
     Question,
     Surroundings,
     answer_packed,
@@ -46,7 +47,7 @@ from fedsim.contracts.attack import AttackFailed, Progress
 from fedsim.contracts.target import Aids
 from fedsim.models.local import mean_gradient_factor, update_noise
 from fedsim.privacy.recovery import TensorBound, tensor_bound, tensor_rate
-from fedsim.recording.files import load_beside, load_observation
+from fedsim.recording.files import load_observation
 from fedsim.recording.truth import IncompleteTruth, load_truth
 from fedsim.system import processes, threads
 from fedsim.system.interrupts import delay_interrupts
@@ -139,13 +140,9 @@ def run_jobs(
     """
     if setting.device.startswith("cuda"):
         torch.cuda.empty_cache()  # what this process trained with is the attacks' now
-    public = Public.of(setting.root, setting.granted)
+    public = load_granted(setting.root, setting.granted)
     around = Surroundings(
-        device=setting.device,
-        threads=setting.threads,
-        public_images=public.images,
-        public_labels=public.labels,
-        models=setting.models,
+        device=setting.device, threads=setting.threads, public=public, models=setting.models
     )
     pending: dict[Future[Any], Callable[[Any], None]] = {}
     asking = 0
@@ -222,9 +219,7 @@ class _AskedJob:
             truth = add_all_sources(truth, setting.root, job.observation, observation)
         # Theory speaks of what was released, also to an attack that is not told of the defenses.
         self.bound = _observed_bound(observation) if attack.follows_tensor_rate else None
-        seen: tuple[Observation, ...] = ()
-        if attack.joins_rounds and observation.payload == "update":
-            seen = load_beside(job.observation, observation)
+        seen = load_earlier(attack, job.observation, observation)
         if job.blind:
             observation = hide_defenses(observation)
             seen = tuple(map(hide_defenses, seen))

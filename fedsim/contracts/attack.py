@@ -226,7 +226,7 @@ def solve(
     _refuse_unusable(observation)
     # Otherwise each iteration pays for fresh pages of the same tensors.
     memory.keep_freed()
-    device = next(iter(observation.parameters.values())).device
+    device = observation.device
     # TF32 would add a thousand times the rounding that attacks explain an update to.
     compute_exactly(device)
     elsewhere = attack.on_processor and device.type != "cpu"

@@ -10,9 +10,8 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import re
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, entry_points
@@ -24,9 +23,6 @@ from pydantic_core import core_schema
 
 from fedsim.types import FedsimError, Named
 from fedsim.words import nearest
-
-_AMONG_FIELDS = re.compile(r"#|\s+(?!\s|def |async def |@)|$").match
-"""Matches a line of a class that neither ends it nor begins a method."""
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
@@ -113,20 +109,27 @@ def _entry_points() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
     return groups
 
 
+def _points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
+    """Returns name -> entry points of `group`; a PluginError if there is no such group."""
+    if group not in GROUPS:
+        raise PluginError(f"no group {group!r} of plugins{nearest(group, GROUPS)}")
+    return _entry_points()[group]
+
+
 def names(group: str) -> tuple[str, ...]:
-    """Returns the names registered in `group` (of `GROUPS`), sorted, and loads nothing."""
-    return tuple(sorted(_entry_points()[group]))
+    """Returns the names registered in `group`, sorted; a PluginError if it is none of `GROUPS`."""
+    return tuple(sorted(_points(group)))
 
 
 def load(group: str, name: str) -> type[Plugin]:
     """Loads the class registered as `name` in `group`.
 
     Raises:
-        PluginError: there is no such name (with the nearest one), two packages claim it, or
-            importing it failed (with the cause).
+        PluginError: there is no such group or name (with the nearest one), two packages claim the
+            name, or importing it failed (with the cause).
     """
     kind = group.removeprefix("fedsim.")
-    points = _entry_points()[group].get(name, ())
+    points = _points(group).get(name, ())
     if not points:
         known = names(group)
         raise PluginError(
@@ -166,7 +169,7 @@ def reference(group: str, plugin: Plugin) -> Named:
     """Returns the name and the parameters that build `plugin`; a PluginError if it has no name."""
     kind = type(plugin)
     value = f"{kind.__module__}:{kind.__qualname__}"
-    for name, points in _entry_points()[group].items():
+    for name, points in _points(group).items():
         if any(point.value == value for point in points):
             return Named(name=name, parameters=plugin.model_dump(mode="json"))
     raise PluginError(
@@ -191,10 +194,9 @@ def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
 def list_installed(group: str) -> list[Installed]:
     """Lists every plugin of `group`, sorted by name, also those that cannot be loaded."""
     rows = []
-    for name in names(group):
-        # Where two packages claim the name, `load` says so; the first stands for the row.
-        point = _entry_points()[group][name][0]
-        package, version = _package(point), _version(point.dist) if point.dist else "?"
+    # Where two packages claim the name, `load` says so; the first stands for the row.
+    for name, (point, *_) in sorted(_points(group).items()):
+        package, version = _package(point), point.dist.version if point.dist else "?"
         try:
             cls = load(group, name)
             row = Installed(group, name, package, version, cls, parameters(cls), None)
@@ -275,11 +277,6 @@ def _name(package: Distribution) -> str:
     return package.name
 
 
-@cache
-def _version(package: Distribution) -> str:
-    return package.version
-
-
 class Described(GenerateJsonSchema):
     """Describes each field in a JSON Schema by the docstring below it in its class.
 
@@ -312,40 +309,16 @@ def _texts_of(cls: type) -> Mapping[str, str]:
         lines, _ = inspect.findsource(inspect.getmodule(cls) or cls)
     except (OSError, TypeError):  # nobody wrote it into a file
         return {}
+    body = _classes("".join(lines)).get(cls.__qualname__, [])
     return {
-        name: inspect.cleandoc(text.value.value)
-        for name, text in _after_fields(_statements(cls, lines)).items()
-        if isinstance(text, ast.Expr)
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
         and isinstance(text.value, ast.Constant)
         and isinstance(text.value.value, str)
     }
-
-
-def _after_fields(body: Sequence[ast.stmt]) -> Mapping[str, ast.stmt | None]:
-    """Returns field -> next statement, or None at the end, from the statements of a class."""
-    return {
-        field.target.id: after
-        for field, after in itertools.zip_longest(body, body[1:])
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
-
-
-def _statements(cls: type, lines: Sequence[str]) -> list[ast.stmt]:
-    """Returns the statements of a class in a file, its fields at least; empty if it has none."""
-    name = cls.__qualname__
-    heads = [
-        n for n, line in enumerate(lines) if line.startswith((f"class {name}(", f"class {name}:"))
-    ]
-    # Parsing takes time: of most classes the lines up to the first method are enough.
-    start = heads[0] if heads else len(lines)
-    fields = itertools.takewhile(_AMONG_FIELDS, lines[start + 1 :])
-    try:
-        (parsed,) = ast.parse("".join([*lines[start : start + 1], *fields])).body
-    except (SyntaxError, ValueError):
-        return _classes("".join(lines)).get(name, [])
-    body = parsed.body if isinstance(parsed, ast.ClassDef) else []
-    found = _after_fields(body).keys() >= cls.__annotations__.keys()
-    return body if found else _classes("".join(lines)).get(name, [])
 
 
 @cache

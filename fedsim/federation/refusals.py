@@ -238,7 +238,7 @@ def batches_are_full(workload: Workload) -> None:
             )
     with blaming("observe.trials"):
         for size in (observe.batch_sizes or []) if trains else []:
-            training = workload.stack.training(workload.declared_of(size))
+            training = workload.stack.training(workload.declared.as_probed(size))
             for client in seen:
                 workload.client(client).check_victims(training, observe.trials)
 

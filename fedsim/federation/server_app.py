@@ -223,7 +223,9 @@ class _StackTraining:
         training = self._server.scenario.training
         if round % training.evaluate_every and round != training.rounds:
             return None, None
-        found = self._server.evaluate(self._parameters, {**self._constants, **self._buffers})
+        found = self._server.computation.evaluate(
+            self._parameters, {**self._constants, **self._buffers}
+        )
         if not math.isfinite(found.loss):
             self._tap.tally.say(
                 "the test loss is not finite: training diverged; lower training.local.lr"

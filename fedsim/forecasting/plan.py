@@ -167,7 +167,7 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
                     stack_name=name,
                     observations=(observation,),
                     stack=workload.stack,
-                    declared=workload.declared_of(size),
+                    declared=workload.declared.as_probed(size),
                     grant=scenario.knowledge,
                     stand_ins=images,
                 )

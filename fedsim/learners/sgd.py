@@ -189,7 +189,7 @@ class _SGDTraining(Computation):
     ) -> GroundTruth:
         training = request.training
         # Under `batches: same` every step repeats the first batch, which counts once.
-        distinct = training.num_images // training.batch_size
+        distinct = training.distinct_batches
         used = batches[:distinct]
         features = losses = None
         if request.recorded:

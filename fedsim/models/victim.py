@@ -37,4 +37,4 @@ def rebuild(observation: Observation) -> Classifier:
         raise FedsimError(f"{observation.id}: its weights are not its model's: {error}") from error
     for name in (*lost, *extra):
         raise FedsimError(f"{observation.id}: its weights are not its model's: {name} is in one")
-    return model.to(next(iter(observation.parameters.values())).device)
+    return model.to(observation.device)

@@ -280,7 +280,7 @@ def _compute_features(observation: Observation, images: Tensor) -> Tensor | None
     from fedsim.models.victim import rebuild
 
     model = rebuild(observation)
-    device = next(iter(observation.parameters.values())).device
+    device = observation.device
     size = min(observation.training.batch_size, len(images))
     parts = []
     try:

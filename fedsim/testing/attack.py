@@ -21,9 +21,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from fedsim import rng
-from fedsim.attacking.knowledge import Public, hand_over, hand_over_candidates, hand_over_row
+from fedsim.attacking.knowledge import hand_over, hand_over_candidates, hand_over_row
+from fedsim.attacking.question import Public
 from fedsim.contracts.attack import Attack, AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge, SourceRecords
 from fedsim.testing.cases import (
@@ -39,6 +41,7 @@ from fedsim.types import (
     CANDIDATE_INPUTS,
     CANDIDATE_LABELS,
     CANDIDATE_MEMBERS,
+    GroundTruth,
     Observation,
     Reconstruction,
     Tensors,
@@ -65,9 +68,13 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
         """Returns an observation of `size` images or clients, and the least or `most` knowledge."""
 
-    @abstractmethod
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
-        """Asserts that the reconstruction is in shape and range."""
+        """Asserts an answer without gradients, and a finite loss; a suite adds shape and range."""
+        answers = _tensors(reconstruction)
+        assert answers, "nothing is recovered"
+        assert not any(tensor.requires_grad for tensor in answers.values())
+        assert math.isfinite(reconstruction.loss)
+        assert reconstruction.iterations >= 0
 
     @over_knowledge
     @over_sizes
@@ -154,26 +161,31 @@ class AttackContract(AnyAttackContract):
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
         """Returns the update of a batch of `size` images."""
-        observation, truth = make_observation(
-            *example_batch(size), model=self.model, model_parameters=self.model_parameters
+        observation, truth = self._observe(*example_batch(size))
+        return self._hand_over(observation, truth, most, size)
+
+    def _observe(self, images: Tensor, labels: Tensor) -> tuple[Observation, GroundTruth]:
+        return make_observation(
+            images, labels, model=self.model, model_parameters=self.model_parameters
         )
-        # The images behind the victim's: an attack must not find its own truth among the public
-        # ones.
-        images, labels = example_batch(size + _PUBLIC)
+
+    def _hand_over(
+        self, observation: Observation, truth: GroundTruth, most: bool, used: int
+    ) -> tuple[Observation, Knowledge]:
+        """Hands over what is granted; public images are the ones behind the `used` examples."""
+        # An attack must not find its own truth among the public images.
+        images, labels = example_batch(used + _PUBLIC)
         # A run's public images are uint8, as the data set is.
-        public = (images[size:] * 255).round().to(torch.uint8)
+        public = (images[used:] * 255).round().to(torch.uint8)
         grant = Grant.most() if most else self.make().required()
-        return hand_over(observation, truth, grant, Public(images=public, labels=labels[size:]))
+        return hand_over(observation, truth, grant, Public(images=public, labels=labels[used:]))
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
         """Asserts that each answered part has an entry for each image, in range, on the device."""
+        super().check(reconstruction, observation)
         count, model = observation.num_images, observation.model
-        assert _tensors(reconstruction), "nothing is recovered"
-        assert math.isfinite(reconstruction.loss)
-        assert reconstruction.iterations >= 0
         for tensor in _tensors(reconstruction).values():
-            assert tensor.device == next(iter(observation.parameters.values())).device
-            assert not tensor.requires_grad
+            assert tensor.device == observation.device
         if reconstruction.images is not None:
             assert reconstruction.images.shape == (count, *model.input_shape)
             assert reconstruction.images.dtype == torch.float32
@@ -195,30 +207,24 @@ class CandidateAttackContract(AttackContract):
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
         """Returns the update of `size` members, and as many others as candidates behind them."""
-        images, labels = example_batch(2 * size + _PUBLIC)
-        observation, truth = make_observation(
-            images[:size], labels[:size], model=self.model, model_parameters=self.model_parameters
-        )
+        images, labels = example_batch(2 * size)
+        observation, truth = self._observe(images[:size], labels[:size])
         asked = {
-            CANDIDATE_INPUTS: images[: 2 * size],
-            CANDIDATE_LABELS: labels[: 2 * size],
+            CANDIDATE_INPUTS: images,
+            CANDIDATE_LABELS: labels,
             CANDIDATE_MEMBERS: torch.arange(2 * size) < size,
         }
         truth = replace(truth, more={**truth.more, **asked})
-        public = (images[2 * size :] * 255).round().to(torch.uint8)
-        granted = Grant.most() if most else self.make().required()
-        shared = Public(images=public, labels=labels[2 * size :])
-        seen, known = hand_over(observation, truth, granted, shared)
+        seen, known = self._hand_over(observation, truth, most, 2 * size)
         return seen, replace(known, candidates=hand_over_candidates(truth, (seen,)))
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
         """Asserts a score of each candidate, none of them NaN, and a finite loss."""
+        AnyAttackContract.check(self, reconstruction, observation)
         scores = reconstruction.membership
         assert scores is not None, "nothing is answered"
         assert scores.shape == (2 * observation.num_images,)
         assert not bool(scores.isnan().any())
-        assert not scores.requires_grad
-        assert math.isfinite(reconstruction.loss)
 
 
 class SourceAttackContract(CandidateAttackContract):
@@ -229,15 +235,7 @@ class SourceAttackContract(CandidateAttackContract):
         _, known = super().case(size, most)
         images, labels = example_batch(3 * size)
         seen = tuple(
-            replace(
-                make_observation(
-                    images[client::3],
-                    labels[client::3],
-                    model=self.model,
-                    model_parameters=self.model_parameters,
-                )[0],
-                client=client,
-            )
+            replace(self._observe(images[client::3], labels[client::3])[0], client=client)
             for client in range(3)
         )
         records = SourceRecords(
@@ -247,12 +245,11 @@ class SourceAttackContract(CandidateAttackContract):
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
         """Asserts a finite score of each client for each record, and a finite loss."""
+        AnyAttackContract.check(self, reconstruction, observation)
         scores = reconstruction.more.get("source")
         assert scores is not None, "nothing is answered"
         assert scores.shape == (3 * observation.num_images, 3)
         assert bool(scores.isfinite().all())
-        assert not scores.requires_grad
-        assert math.isfinite(reconstruction.loss)
 
 
 class RowAttackContract(AnyAttackContract):
@@ -279,13 +276,10 @@ class RowAttackContract(AnyAttackContract):
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
         """Asserts one row in [-1, 1], or one score of membership, which is no NaN."""
+        super().check(reconstruction, observation)
         assert reconstruction.rows is not None or reconstruction.membership is not None, (
             "nothing is recovered"
         )
-        assert math.isfinite(reconstruction.loss)
-        assert reconstruction.iterations >= 0
-        for tensor in _tensors(reconstruction).values():
-            assert not tensor.requires_grad
         if reconstruction.rows is not None:
             assert reconstruction.rows.shape == (1, len(observation.release.names))
             assert bool((reconstruction.rows.abs() <= 1).all())
@@ -295,13 +289,13 @@ class RowAttackContract(AnyAttackContract):
 
 
 def _tensors(value: Observation | Knowledge | Reconstruction) -> Tensors:
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for field in fields(value):
         member = getattr(value, field.name)
-        if isinstance(member, torch.Tensor):
+        if isinstance(member, Tensor):
             tensors[field.name] = member
         elif isinstance(member, Mapping):
             tensors |= {f"{field.name}.{name}": tensor for name, tensor in member.items()}
-        elif isinstance(member, tuple) and all(isinstance(t, torch.Tensor) for t in member):
+        elif isinstance(member, tuple) and all(isinstance(t, Tensor) for t in member):
             tensors |= {f"{field.name}.{index}": tensor for index, tensor in enumerate(member)}
     return tensors

@@ -245,7 +245,7 @@ def make_observation(
         zip(images.chunk(num_clients), labels.chunk(num_clients), strict=True)
     ):
         # As many batches of different images as there are steps, or one for all steps.
-        distinct = training.num_images // training.batch_size
+        distinct = training.distinct_batches
         batches = list(zip(normalize(x, spec).chunk(distinct), y.chunk(distinct), strict=True))
         # Batch by batch, as batch norm sees them in training.
         features += [features_of(network, parameters, buffers, b, training) for b, _ in batches]

@@ -44,7 +44,7 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
     scenario, probing = server.scenario, bool(server.scenario.observe.batch_sizes)
     declared = server.declared
     if probing:
-        declared = server.declared_of(seen.training.batch_size)
+        declared = declared.as_probed(seen.training.batch_size)
     own, stack = [seen.client], _accounted_stack(server, seen.vantage)
     if seen.vantage in ("aggregate", "client"):
         # A mean is made of all others' data, so the claim is that of the worst of them.

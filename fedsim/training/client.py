@@ -221,7 +221,7 @@ class Client:
         if trials == 1:
             return
         noun = self.dataset.noun
-        needed, held = training.batch_size * _distinct(training), len(self._different)
+        needed, held = training.batch_size * training.distinct_batches, len(self._different)
         if trials * needed > held:
             raise FedsimError(
                 f"{number_of(trials, 'trial')} of {number_of(needed, noun)} need "
@@ -235,7 +235,7 @@ class Client:
     ) -> LabelledBatches:
         """Returns inputs and labels of every local step; `taken` counts steps of earlier rounds."""
         found = []
-        distinct = _distinct(training)
+        distinct = training.distinct_batches
         for step in range(distinct):
             if probe and (own := self._victims(training, round, probe, step, trials)) is not None:
                 chosen = own
@@ -279,11 +279,6 @@ class Client:
         """Returns the path of the streams of one release."""
         asked = () if probe is None else (probe.batch_size, probe.trial)
         return (round, self.number, *asked)
-
-
-def _distinct(training: LocalTraining) -> int:
-    """Returns the number of different batches that a local training draws."""
-    return training.steps if training.batches == "different" else 1
 
 
 _STEPS = "sampling.steps"

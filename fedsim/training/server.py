@@ -15,7 +15,7 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.contracts.defense import MaskedAggregation, NoisyAggregation, ServerRound, SumTerms
 from fedsim.contracts.guarantee import Release
-from fedsim.contracts.learner import Computation, Evaluation, Learner
+from fedsim.contracts.learner import Computation, Learner
 from fedsim.contracts.stack import Stack
 from fedsim.models.base import Classifier
 from fedsim.recording.files import observation_id
@@ -375,7 +375,7 @@ class Server:
         # Every recording asks, for one of a few batch sizes, and guarantees take time to work out.
         @cache
         def announce(batch_size: int | None) -> Announcement:
-            declared = self.declared if batch_size is None else self.declared_of(batch_size)
+            declared = self.declared if batch_size is None else self.declared.as_probed(batch_size)
             refs = self.scenario.defenses[self.stack_name]
             return (
                 self.stack.training(declared),
@@ -429,17 +429,9 @@ class Server:
         count, labels = len(self.described.test_inputs), self.described.test_classes
         return count, None if labels is None else float(labels.bincount().max()) / count
 
-    def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
-        """Returns accuracy and the learner's loss of the global model on the test split."""
-        return self.computation.evaluate(parameters, buffers)
-
     def declared_for(self, probe: Probe | None) -> LocalTraining:
         """Returns the training that answers `probe` (None: an order to train) before defenses."""
-        return self.declared if probe is None else self.declared_of(probe.batch_size)
-
-    def declared_of(self, batch_size: int) -> LocalTraining:
-        """Returns the local training of a probe of `batch_size` images (`spending.as_probed`)."""
-        return spending.as_probed(self.declared, batch_size)
+        return self.declared if probe is None else self.declared.as_probed(probe.batch_size)
 
 
 def _noting_types(updates: Iterable[Update], types: dict[str, torch.dtype]) -> Iterator[Update]:

@@ -188,7 +188,7 @@ class Account:
             return ()
         return tuple(
             ProbeReleases(
-                declared=as_probed(self.declared, size),
+                declared=self.declared.as_probed(size),
                 count=rounds * observe.trials,
                 releases=observe.releases,
             )
@@ -211,11 +211,6 @@ class Account:
     def _sizes(self) -> list[int]:
         """Sizes of the batches of probes; empty if training itself is recorded."""
         return list(self.scenario.observe.batch_sizes or [])
-
-
-def as_probed(declared: LocalTraining, batch_size: int) -> LocalTraining:
-    """Returns `declared` for a probe of `batch_size` images, whose number the attacker knows."""
-    return replace(declared, batch_size=batch_size, sampling="without_replacement")
 
 
 @dataclass(frozen=True, order=True)

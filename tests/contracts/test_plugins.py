@@ -421,6 +421,14 @@ def test_a_defense_whose_guarantee_fails_is_named(install: Install) -> None:
         resolve(scenario(defenses={"a": [{"name": "clip", "norm": 1}, "odd"]}))
 
 
+def test_an_unknown_group_is_named() -> None:
+    for ask in (plugins.names, plugins.list_installed, lambda group: plugins.load(group, "clip")):
+        with pytest.raises(
+            plugins.PluginError, match=r"fedsim\.defense'.* mean 'fedsim\.defenses'"
+        ):
+            ask("fedsim.defense")
+
+
 def test_every_builtin_plugin_loads_and_says_where_it_comes_from() -> None:
     for group in plugins.GROUPS:
         for plugin in plugins.list_installed(group):

@@ -119,7 +119,7 @@ def test_probes_of_equal_images_have_no_epsilon() -> None:
     client, drawn = workload.clients[0], 0
     for round in range(200):
         probe = Probe(batch_size=1, trial=0)
-        probed = client._batches(workload.declared_of(1), round, probe, 0, 2)
+        probed = client._batches(workload.declared.as_probed(1), round, probe, 0, 2)
         drawn += bool((probed[0][0] == as_pixels(data.train_images[:1])).all())
     assert drawn / 200 > 10 / len(client.own), "the first image, one of ten different ones"
     with pytest.raises(FedsimError, match=r"cannot be promised.*equal images.*probes: outside"):

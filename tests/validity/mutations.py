@@ -135,7 +135,7 @@ a file's split that follows from its length
 # A probe costs what the row's training costs.
 a probe carries the training's batch size
     fedsim/training/accounting.py:claim_of [validity/test_claims]
-    server.declared_of(seen.training.batch_size) => server.declared
+    declared.as_probed(seen.training.batch_size) => declared
 probes are left out of the run's claim
     fedsim/training/spending.py:Account.entries [validity/test_claims]
     drop probes=self.list_probed(most.probed) if probes else ()
@@ -279,9 +279,9 @@ the victim's batch-norm buffers recorded as the global ones
     fedsim/federation/tap.py:TapGrid._save [validity/test_road]
     self._buffers => seen.update.buffers or self._buffers
 probes always in eval mode
-    fedsim/training/spending.py:as_probed [validity/test_road]
-    replace(declared, batch_size=batch_size, sampling='without_replacement')
-    => replace(declared, batch_size=batch_size, sampling='without_replacement', mode='eval')
+    fedsim/types.py:LocalTraining.as_probed [validity/test_road]
+    replace(self, batch_size=batch_size, sampling='without_replacement')
+    => replace(self, batch_size=batch_size, sampling='without_replacement', mode='eval')
 true labels granted while rows say inferred
     fedsim/attacking/knowledge.py:questions [validity/test_road]
     hand_over(observation, truth, granted, public)

@@ -206,7 +206,9 @@ def test_a_limit_of_membership_is_stated_where_presence_is_claimed() -> None:
         epsilon=1.0, delta=1e-5, accountant="exact", unit="example", relation="zero_out",
         reason=None,
     )  # fmt: skip
-    assert set(rows._membership_limits(claim).values()) == {None}
+    for relation in ("zero_out", "close"):
+        limits = rows._membership_limits(replace(claim, relation=relation))  # type: ignore[arg-type]
+        assert set(limits.values()) == {None}
     stated = rows._membership_limits(replace(claim, relation="add_or_remove"))["membership_auc"]
     assert stated is not None and 0.5 < stated < 1.0
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim.attacking.knowledge import Public, hand_over, questions
+from fedsim.attacking.knowledge import hand_over, questions
+from fedsim.attacking.question import Public
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fedsim import rng
-from fedsim.attacking.knowledge import Public, hand_over
+from fedsim.attacking.knowledge import hand_over
+from fedsim.attacking.question import Public
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant
 from fedsim.data.bundled import Digits

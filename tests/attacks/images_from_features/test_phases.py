@@ -5,7 +5,8 @@ import torch
 from deep_victims import observe
 
 from fedsim import rng
-from fedsim.attacking.knowledge import Public, hand_over
+from fedsim.attacking.knowledge import hand_over
+from fedsim.attacking.question import Public
 from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing.cases import example_batch
