@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,10 +198,11 @@ def accept(
         # Loaded once, for all stacks.
         dataset = None if servers else load_dataset(scenario)
         for name in () if servers else scenario.defenses:
-            with _report_work(f"{place}calibrate {name}", quiet, "the search for its noise"):
+            title = f"{place}calibrate {name}"
+            with progress.report_work(title, "the search for its noise", quiet):
                 servers[name] = Workload(scenario, name, dataset)
         for name, server in servers.items():
-            with _report_work(f"{place}account {name}", quiet):
+            with progress.report_work(f"{place}account {name}", quiet=quiet):
                 refusals.check(server)
                 claims[name] = accounting.spent(server, scenario.training.rounds)
         refusals.check_run(scenario, servers, claims)
@@ -214,7 +215,3 @@ def accept(
         servers=servers,
         claims=claims,
     )
-
-
-def _report_work(title: str, quiet: bool, of: str = "a curve") -> Any:
-    return nullcontext() if quiet else progress.report_work(title, of)

@@ -197,14 +197,12 @@ class _Execution:
     def announce(self) -> None:
         rounds = self.scenario.training.rounds * len(self.servers)
         name, variant = self.scenario.name, self.accepted.variant
-        Plan.of(name, variant, rounds, self._planned, origin=self._origin()).save(self.out)
-
-    def _origin(self) -> str:
-        """Returns `Plan.origin`: digest of the data, or this run's name where nodes keep theirs."""
         first = next(iter(self.servers.values()))
         if isinstance(first, Workload):
-            return f"data:{digest_of_inputs(self.scenario, first.dataset)}"
-        return f"run:{run_name(self.out)}"
+            origin = f"data:{digest_of_inputs(self.scenario, first.dataset)}"
+        else:
+            origin = f"run:{run_name(self.out)}"  # nodes keep their data to themselves
+        Plan.of(name, variant, rounds, self._planned, origin=origin).save(self.out)
 
     def execute(self, display: progress.Display) -> None:
         started = time.perf_counter()
@@ -386,7 +384,11 @@ class _Execution:
                 "noise": _NODES if is_secret else _NOISE,
                 # There is one such line or none; with none, `zip` leaves the key out.
                 **dict(zip(["data"], acceptance.describe_left_out(self.described), strict=False)),
-                **{f"effect.{name}": _UNDECLARED.format(name) for name in self.undeclared},
+                **{
+                    f"effect.{name}": _UNDECLARED.format(name)
+                    for name, server in self.servers.items()
+                    if not server.effect().known
+                },
             },
         }
 
@@ -411,10 +413,6 @@ class _Execution:
     @property
     def described(self) -> Dataset | Table:
         return next(iter(self.servers.values())).described
-
-    @property
-    def undeclared(self) -> list[str]:
-        return [name for name, server in self.servers.items() if not server.effect().known]
 
     def refuse_other_run(self) -> None:
         """Refuses a folder with results that this run could not go on from."""

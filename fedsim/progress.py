@@ -100,10 +100,13 @@ def display(quiet: bool) -> Display:
 
 
 @contextmanager
-def report_work(title: str, of: str = "a curve") -> Iterator[None]:
+def report_work(title: str, of: str = "a curve", quiet: bool = False) -> Iterator[None]:
     """Prints the share of work (`numerics.work`) done in its `with` block, after a second."""
     from fedsim.privacy.numerics import work
 
+    if quiet:
+        yield
+        return
     started = last = time.monotonic()
 
     def listen(done: int, total: int) -> None:

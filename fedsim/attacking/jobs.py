@@ -92,7 +92,7 @@ class Result:
     reason: str | None
     metrics: dict[str, float | None]
     """Every metric's name -> its value; None where it was not measured."""
-    per_image: dict[str, list[float]]
+    per_image: dict[str, list[float]] = field(default_factory=dict)
     """Metric -> its value for each true image, in the order of the truth."""
     certificate: scoring.Certificate | None = None
     """The attack's own certificate of its answer, checked by the truth; None if it gives none."""
@@ -102,15 +102,15 @@ class Result:
     """Number of stages that the attack cut the model's body into; None if it cuts none."""
     baseline: dict[str, Any]
     """Row of the zero-information guess, see `scoring.score_guess`."""
-    victims: list[str] | None
+    victims: list[str] | None = None
     """Digest of each true image or row that took part; None if nothing was recorded."""
-    tensor_bound: TensorBound | None
+    tensor_bound: TensorBound | None = None
     """What theory predicts of the attack's error; None if it speaks of other attacks."""
     chances: dict[str, GuessChances] = field(default_factory=dict)
     """Metric -> how likely a guess reaches each level of it, of metrics with a prior."""
     cost: dict[str, float | int | None]
-    """Fields that the function `cost` names; all but `seconds` are None if there is no answer."""
-    local_losses: tuple[float, float] | None
+    """Fields that the function `cost` returns."""
+    local_losses: tuple[float, float] | None = None
     """Mean loss on the true images before and after local training, where there is one."""
 
 
@@ -233,13 +233,19 @@ def score_answer(
             for one in truth.victims().cpu()
         ],
         tensor_bound=bound,
-        cost=cost(solution) if solution else _cost_of_failure(answer.seconds),
+        cost=cost(solution, answer.seconds),
         local_losses=None if losses is None else (float(losses[0]), float(losses[1])),
     )
 
 
-def cost(solution: Solution) -> dict[str, float | int | None]:
-    """Returns what an attack cost, over all its restarts, as fields of a row."""
+def cost(solution: Solution | None, seconds: float = 0.0) -> dict[str, float | int | None]:
+    """Returns what an attack cost, over all its restarts, as fields of a row.
+
+    A failure (None) took `seconds`, and its other fields are None.
+    """
+    if solution is None:
+        cells = ("iterations", "iterations_per_second", "peak_memory_bytes")
+        return {"seconds": seconds, **dict.fromkeys(cells)}
     iterations, seconds = solution.iterations, solution.seconds
     return {
         "seconds": seconds,
@@ -258,18 +264,9 @@ def result_without_attack(observation: Observation, status: Status, reason: str)
         status=status,
         reason=reason,
         metrics=nothing,
-        per_image={},
         baseline={"name": None, **scoring.NOT_LEARNED, "per_image": {}, **nothing},
-        victims=None,
-        tensor_bound=None,
-        cost=_cost_of_failure(0.0),
-        local_losses=None,
+        cost=cost(None),
     )
-
-
-def _cost_of_failure(seconds: float) -> dict[str, float | int | None]:
-    cells = ("iterations", "iterations_per_second", "peak_memory_bytes")
-    return {"seconds": seconds, **dict.fromkeys(cells)}
 
 
 def without_tensors(observation: Observation) -> Observation:

@@ -171,10 +171,7 @@ def hand_over_row(
 
 
 def _batch_statistics(observation: Observation, truth: Truth) -> dict[str, Tensor]:
-    """Returns `<layer>.mean` and `<layer>.var` (biased) of each batch norm's input, by channel.
-
-    They are of all the victim's images, under the global weights, in train mode.
-    """
+    """Returns `Knowledge.exact_bn`: statistics under the global weights, in train mode."""
     # No attacker has these of all the victim's images, though some papers assume it.
     model = rebuild(observation).train()
     found: dict[str, Tensor] = {}

@@ -114,25 +114,19 @@ def answer_packed(index: int, questions: bytes) -> bytes:
             seed=seed,
             restarts=restarts,
         )
+        started = time.perf_counter()
+        solution, reason = None, None
+        try:
+            found = asked.answer(lambda at: processes.tell((index, at)))
+            solution = replace(found, reconstruction=on_cpu(found.reconstruction))
+        except Exception as error:  # a third party's attack may raise anything: the row says what
+            reason = reason_of(error)
+        seconds = time.perf_counter() - started
+        answers.append(AttackAnswer(solution=solution, reason=reason, seconds=seconds))
         # The first failure is that of the whole job, so that what follows is not asked.
-        answers.append(_answer(index, asked))
-        if answers[-1].solution is None:
+        if solution is None:
             break
     return pickle.dumps(answers)
-
-
-def _answer(index: int, asked: Question) -> AttackAnswer:
-    def progress(at: Progress) -> None:
-        processes.tell((index, at))
-
-    started = time.perf_counter()
-    solution, reason = None, None
-    try:
-        found = asked.answer(progress)
-        solution = replace(found, reconstruction=on_cpu(found.reconstruction))
-    except Exception as error:  # a third party's attack may raise anything: the row says what
-        reason = reason_of(error)
-    return AttackAnswer(solution=solution, reason=reason, seconds=time.perf_counter() - started)
 
 
 def reason_of(error: Exception) -> str:

@@ -59,7 +59,12 @@ def _block(row: Row, width: int) -> list[str]:
 
 def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
     """Renders `parameters` of a row as lines of at most `width` characters, in aligned columns."""
-    table = [_parameter(parameter) for parameter in parameters]
+    table = []
+    for each in parameters:
+        default = "required" if each["required"] else f"= {json.dumps(each['default'])}"
+        # Without a range no colon is left behind the type.
+        kind = f"{each['type']}: {each['range']}".removesuffix(": ")
+        table.append((each["name"], default, kind, each["description"]))
     names, defaults = (max((len(cells[i]) for cells in table), default=0) for i in (0, 1))
     lines = []
     for name, default, kind, description in table:
@@ -81,10 +86,3 @@ def wrap_text(text: str, width: int, indent: int) -> list[str]:
         subsequent_indent=" " * (indent + 2),
         break_on_hyphens=False,
     )
-
-
-def _parameter(parameter: Row) -> tuple[str, str, str, str]:
-    default = "required" if parameter["required"] else f"= {json.dumps(parameter['default'])}"
-    # Without a range no colon is left behind the type.
-    kind = f"{parameter['type']}: {parameter['range']}".removesuffix(": ")
-    return parameter["name"], default, kind, parameter["description"]

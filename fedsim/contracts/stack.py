@@ -7,7 +7,7 @@ guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -101,22 +101,6 @@ class Stack:
     def assumed_of(self, statistic: Statistic) -> list[StatisticDefense]:
         """Returns the defenses of `statistic` whose claims hold only for some data."""
         return [d for d in self.statistic_defenses if d.statistic == statistic and d.assumes]
-
-    def statistic_parameters(self, release: Release) -> dict[str, Mapping[str, float]]:
-        """Returns private statistic -> its defense's `StatisticDefense.public_parameters`."""
-        return {
-            defense.statistic: defense.public_parameters(release)
-            for defense in self.statistic_defenses
-        }
-
-    def update_parameters(
-        self, declared: LocalTraining, release: Release | None = None
-    ) -> list[Mapping[str, float]]:
-        """Returns `UpdateDefense.public_parameters` of each update defense."""
-        proven = self.guarantees(declared, release)
-        return [
-            d.public_parameters(held) for d, held in zip(self.update_defenses, proven, strict=False)
-        ]
 
     def effect(self, declared: LocalTraining, release: Release | None = None) -> Effect:
         """Returns what the whole stack does to the update; for rows, `ReleaseSpec` says it."""

@@ -355,11 +355,6 @@ def targets() -> Mapping[str, Target]:
     if len(by_part) < len(found):
         parts = ", ".join(target.part for target in found)
         raise plugins.PluginError(f"targets: two of them score the same part ({parts})")
-    _refuse_rivals(found)
-    return by_part
-
-
-def _refuse_rivals(found: Iterable[Target]) -> None:
     # Of two main targets the name would decide which one judges every run.
     mains: dict[Payload, Target] = {}
     for target in found:
@@ -370,6 +365,7 @@ def _refuse_rivals(found: Iterable[Target]) -> None:
                     f"targets: {other.part} and {target.part} are both the main target of {payload}"
                     "; state `payloads = ()` in the one that is derived from the other"
                 )
+    return by_part
 
 
 @cache

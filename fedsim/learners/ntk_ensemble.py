@@ -186,7 +186,10 @@ class _KernelRegression(OneRelease):
             names=(*(f"feature {i}" for i in range(self.release.features)), *self._names),
             intercept=False,
             classes=self._names,
-            statistics=self._stack.statistic_parameters(self.release),
+            statistics={
+                defense.statistic: defense.public_parameters(self.release)
+                for defense in self._stack.statistic_defenses
+            },
             counted=True,
         )
 

@@ -96,13 +96,15 @@ def announce_defenses(
     """
     # Both iterators follow the written order of their kind, so that each `next` belongs to its
     # `ref`.
-    laws, trained = iter(stack.update_parameters(declared, release)), iter(stack.training_defenses)
+    proven, trained = stack.guarantees(declared, release), iter(stack.training_defenses)
+    acting = iter(zip(stack.update_defenses, proven, strict=False))
     members = []
     for ref in refs:
         known: Mapping[str, object] = {}
         kind = plugin_class("fedsim.defenses", ref.name)
         if issubclass(kind, UpdateDefense):
-            known = next(laws)
+            applied, before = next(acting)
+            known = applied.public_parameters(before)
         elif issubclass(kind, TrainingDefense) and (defense := next(trained)).target:
             known = defense.model_dump(mode="json")  # with the noise that was found
         members.append({"name": ref.name, **ref.parameters, **known})

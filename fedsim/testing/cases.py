@@ -294,7 +294,15 @@ def _observe(
     start: _Start,
     seed: int,
 ) -> Observation:
-    update = _combine(stack, updates, declared, release, seed)
+    update = updates[0] if stack.aggregation is None else stack.aggregation.combine(updates)
+    if isinstance(stack.aggregation, NoisyAggregation):
+        # The last entry is the aggregation's own; its noise is made for what is proven before it.
+        *_, before, _ = stack.guarantees(declared, release)
+        stream = rng.generator(seed, "defense", "server")
+        count, bound = len(updates), before.sensitivity
+        update = stack.aggregation.add_noise(
+            update, ServerRound(clients=count, sensitivity=bound, stream=stream, before=None)
+        )
     client = -1 if stack.aggregation else 0
     return Observation(
         id=observation_id("example", 1, client, "training"),
@@ -312,25 +320,6 @@ def _observe(
         num_clients=len(updates),
         trial=0,
         seed=0,
-    )
-
-
-def _combine(
-    stack: Stack, updates: list[Update], declared: LocalTraining, release: Release | None, seed: int
-) -> Update:
-    """Returns what the server sees of all `updates` in its first round, with noise of `seed`."""
-    aggregation = stack.aggregation
-    if aggregation is None:
-        return updates[0]
-    aggregate = aggregation.combine(updates)
-    if not isinstance(aggregation, NoisyAggregation):
-        return aggregate
-    # The last entry is the aggregation's own; its noise is made for what is proven before it.
-    *_, before, _ = stack.guarantees(declared, release)
-    stream = rng.generator(seed, "defense", "server")
-    count, bound = len(updates), before.sensitivity
-    return aggregation.add_noise(
-        aggregate, ServerRound(clients=count, sensitivity=bound, stream=stream, before=None)
     )
 
 

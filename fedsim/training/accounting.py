@@ -136,17 +136,14 @@ def check_promise(server: Server) -> None:
 
 
 def _accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
-    """Returns the defenses between a client's data and whoever looks from `seen_from`.
-
-    A participant (`client`) sees the combination in any case, and knows what it added itself. Seen
-    from elsewhere in a deployment, an aggregation without noise is left out: the server computes it
-    itself, and so has what each client releases.
-    """
+    """Returns the defenses between a client's data and whoever looks from `seen_from`."""
     aggregation = server.stack.aggregation
+    # A participant sees the combination in any case, and knows what it added itself.
     if seen_from == "client" and aggregation:
         # Every round has equally many participants.
         participants = len(server.plan(1).participants)
         return replace(server.stack, aggregation=aggregation.seen_by_one_of(participants))
+    # A deployment's server computes a sum itself, and so has what each client releases.
     remote = build_engine(server.scenario.federation.engine).remote
     if remote and not isinstance(aggregation, NoisyAggregation):
         return replace(server.stack, aggregation=None)

@@ -10,6 +10,7 @@ from slow_cases import slow_but
 from torch import Tensor, nn
 
 import fedsim
+from fedsim.types import Observation
 
 CLASSES = 10
 
@@ -81,6 +82,25 @@ BUILT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def observed(
+    model: nn.Module, images: Tensor, label: int, mean: float = 0.0, std: float = 1.0
+) -> Observation:
+    """What a server sees of one image's gradient in evaluation mode, normalized alike."""
+    answer = model((images - mean) / std)
+    loss = nn.functional.cross_entropy(getattr(answer, "logits", answer), torch.tensor([label]))
+    update = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return fedsim.observe(
+        model,
+        update,
+        input_shape=(3, *images.shape[2:]),
+        classes=CLASSES,
+        batch_size=1,
+        mean=(mean,) * 3,
+        std=(std,) * 3,
+        mode="eval",
+    )
+
+
 @pytest.mark.parametrize(
     "name",
     slow_but(
@@ -93,15 +113,7 @@ def test_a_librarys_model_is_attacked_as_it_is(name: str) -> None:
     model = BUILT[name]().eval()
     side = 64 if "googlenet" in name else 32
     images, labels = torch.rand(1, 3, side, side), torch.tensor([7])
-    answer = model(images)
-    logits: Tensor = getattr(answer, "logits", answer)
-    loss = nn.functional.cross_entropy(logits, labels)
-    named = dict(model.named_parameters())
-    gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    update = {n: g for n, g in zip(named, gradients, strict=True) if g is not None}
-    seen = fedsim.observe(
-        model, update, input_shape=(3, side, side), classes=CLASSES, batch_size=1, mode="eval"
-    )
+    seen = observed(model, images, 7)
     _, row = fedsim.attack(seen, "label_inference", truth=(images, labels))
     assert row["metrics"]["label_accuracy"] == 1.0
     found, row = fedsim.attack(
@@ -120,18 +132,7 @@ def test_the_image_of_a_librarys_transformer_is_solved_for(name: str) -> None:
         if head.out_features == CLASSES:
             nn.init.normal_(head.weight, std=0.02)  # torchvision's are zero at first
     images, labels = torch.rand(1, 3, 32, 32), torch.tensor([7])
-    answer = model((images - 0.5) / 0.5)
-    loss = nn.functional.cross_entropy(getattr(answer, "logits", answer), labels)
-    update = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    seen = fedsim.observe(
-        model,
-        update,
-        input_shape=(3, 32, 32),
-        classes=CLASSES,
-        batch_size=1,
-        mean=(0.5,) * 3,
-        std=(0.5,) * 3,
-    )
+    seen = observed(model, images, 7, mean=0.5, std=0.5)
     found, row = fedsim.attack(seen, "patch_inversion", truth=(images, labels))
     assert row["metrics"]["psnr"] > 40
     assert found.determined is not None and bool(found.determined.all())

@@ -51,12 +51,16 @@ def built(answer: Callable[[Tensor], Any] = lambda logits: logits) -> Net:
     return Net(answer)
 
 
-def gradient(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """In evaluation mode, as PyTorch gives it."""
-    answer = model.eval()((images - MEAN[0]) / STD[0])
-    loss = F.cross_entropy(getattr(answer, "logits", answer), labels)
-    named = dict(model.named_parameters())
-    return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+def trained(
+    model: nn.Module, images: Tensor, labels: Tensor, loss: Any = None
+) -> dict[str, Tensor]:
+    """The gradient of what needs one, in evaluation mode."""
+    like = next(model.parameters())
+    answer: Any = model.eval()(((images - MEAN[0]) / STD[0]).to(like.dtype))
+    value = (loss or F.cross_entropy)(getattr(answer, "logits", answer), labels)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
+    return {name: each for name, each in zip(named, found, strict=True) if each is not None}
 
 
 def seen(model: nn.Module, update: Any, **changes: Any) -> Observation:
@@ -74,7 +78,7 @@ def seen(model: nn.Module, update: Any, **changes: Any) -> Observation:
 def test_the_copy_computes_what_the_model_does_and_the_model_stays(batch: Batch) -> None:
     model = built()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    observation = seen(model, gradient(model, *batch))
+    observation = seen(model, trained(model, *batch))
     copy = rebuild(observation).eval()
     images = torch.rand(3, *SHAPE)
     assert torch.allclose(copy(images), model.eval()(images), atol=1e-6)
@@ -91,7 +95,7 @@ def test_the_copy_computes_what_the_model_does_and_the_model_stays(batch: Batch)
 def test_labels_and_images_are_recovered_and_scored(batch: Batch) -> None:
     model = built()
     images, labels = batch[0][:1], batch[1][:1]
-    observation = seen(model, gradient(model, images, labels), batch_size=1)
+    observation = seen(model, trained(model, images, labels), batch_size=1)
     _, row = fedsim.attack(observation, "label_inference", truth=(images, labels))
     assert row["metrics"]["label_accuracy"] == 1.0
     found, row = fedsim.attack(
@@ -107,7 +111,7 @@ def test_a_classifier_that_is_no_linear_layer_is_all_body(batch: Batch) -> None:
     model = nn.Sequential(
         nn.Conv2d(1, CLASSES, 3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     )
-    observation = seen(model, gradient(model, *batch))
+    observation = seen(model, trained(model, *batch))
     assert all(name.startswith("body.") for name in observation.update)
     assert require_images(observation, batch)["metrics"]["psnr"] is not None
 
@@ -115,9 +119,9 @@ def test_a_classifier_that_is_no_linear_layer_is_all_body(batch: Batch) -> None:
 def test_what_follows_the_last_linear_layer_stays_part_of_the_body(batch: Any) -> None:
     """A temperature behind it: logits are not its output, so that it is no head."""
     model = built(lambda logits: logits / 2)
-    assert "body.module.classifier.weight" in seen(model, gradient(model, *batch)).update
+    assert "body.module.classifier.weight" in seen(model, trained(model, *batch)).update
     with pytest.raises(FedsimError, match="not the output of classifier"):
-        seen(model, gradient(model, *batch), head="classifier")
+        seen(model, trained(model, *batch), head="classifier")
 
 
 def test_frozen_and_unused_parameters_may_be_left_out(batch: Batch) -> None:
@@ -126,7 +130,7 @@ def test_frozen_and_unused_parameters_may_be_left_out(batch: Batch) -> None:
     model.conv.requires_grad_(False)
     update = {
         name: value
-        for name, value in gradient(built(), *batch).items()
+        for name, value in trained(built(), *batch).items()
         if not name.startswith("conv")
     }
     observation = seen(model, update)
@@ -180,12 +184,12 @@ def test_tensors_without_names_are_in_the_order_of_the_parameters(batch: Batch) 
     model = built()
     model.idle = nn.Linear(2, 2)
     model.conv.bias.requires_grad_(False)
-    named = {n: v for n, v in gradient(built(), *batch).items() if n != "conv.bias"}
+    named = {n: v for n, v in trained(built(), *batch).items() if n != "conv.bias"}
     wanted = seen(model, named).update
     every = [named.get(name) for name, _ in model.named_parameters()]  # None: allow_unused=True
-    trained = [named.get(name) for name, p in model.named_parameters() if p.requires_grad]
-    assert len(every) == len(trained) + 1
-    for unnamed in (tuple(every), trained, iter(every)):
+    needed = [named.get(name) for name, p in model.named_parameters() if p.requires_grad]
+    assert len(every) == len(needed) + 1
+    for unnamed in (tuple(every), needed, iter(every)):
         update = seen(model, unnamed).update
         assert set(update) == set(wanted)
         assert all(torch.equal(update[name], wanted[name]) for name in wanted)
@@ -217,7 +221,7 @@ def test_what_does_not_fit_the_model_is_refused(
 ) -> None:
     model = built()
     with pytest.raises(FedsimError, match=message):
-        seen(model, gradient(model, *batch), **changes)
+        seen(model, trained(model, *batch), **changes)
 
 
 def _without(update: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -243,7 +247,7 @@ def test_updates_of_another_model_are_refused(
 ) -> None:
     model = built()
     with pytest.raises(FedsimError, match=message):
-        seen(model, change(gradient(model, *batch)))
+        seen(model, change(trained(model, *batch)))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +262,7 @@ def test_updates_of_another_model_are_refused(
 def test_truths_that_are_none(truth: Batch, message: str, batch: Batch) -> None:
     model = built()
     with pytest.raises(FedsimError, match=message):
-        fedsim.attack(seen(model, gradient(model, *batch)), "label_inference", truth=truth)
+        fedsim.attack(seen(model, trained(model, *batch)), "label_inference", truth=truth)
 
 
 def test_tied_weights_are_refused() -> None:
@@ -298,18 +302,6 @@ class LowRank(nn.Module):
 def plain(finish: Callable[[Tensor], Tensor] = lambda logits: logits) -> Plain:
     torch.manual_seed(0)
     return Plain(finish)
-
-
-def trained(
-    model: nn.Module, images: Tensor, labels: Tensor, loss: Any = None
-) -> dict[str, Tensor]:
-    """The gradient of what needs one, in evaluation mode."""
-    like = next(model.parameters())
-    answer: Any = model.eval()(((images - MEAN[0]) / STD[0]).to(like.dtype))
-    value = (loss or F.cross_entropy)(answer, labels)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
-    return {name: each for name, each in zip(named, found, strict=True) if each is not None}
 
 
 def labels_of(observation: Observation, batch: Batch) -> float:
