@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fedsim.system import direct, memory, paths
+from fedsim.system import memory, paths
 from fedsim.types import (
     MOST_STEPS,
     UNKNOWN,
@@ -327,7 +327,6 @@ def write_pieces(
     *,
     private: bool = False,
     durable: bool = True,
-    cached: bool = True,
 ) -> None:
     """Writes `pieces`, one after the other, whole or not at all.
 
@@ -337,7 +336,6 @@ def write_pieces(
         private: Whether the file's owner alone can read it.
         durable: Whether the file is on the disk when this returns; else a crash may leave a torn
             file.
-        cached: Whether the file is read again soon. If not, it is kept out of the page cache.
     """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -348,12 +346,9 @@ def write_pieces(
         handle = os.open(temporary, flags, 0o600 if private else 0o644)
         try:
             with os.fdopen(handle, "wb") as file:
-                if cached:
-                    for piece in pieces:
-                        file.write(piece)
-                    file.flush()
-                else:
-                    direct.write(file.fileno(), pieces)
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
                 if durable:
                     # Before the rename: a crash could otherwise leave the name with no content
                     # behind it.

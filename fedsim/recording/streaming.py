@@ -35,8 +35,6 @@ _ALIGNED = 8
 _LONGEST_HEADER = 100_000_000
 """Maximum size of a file's header in bytes, which readers of safetensors accept."""
 _PIECE = 1 << 20
-_LARGE = 1 << 20
-"""Size in bytes from which writing a file past the page cache is worth its set-up."""
 _RESERVED = "__metadata__"
 """Name that the format reserves, so that no tensor can have it."""
 Piece = bytes | memoryview
@@ -111,9 +109,8 @@ def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
     It does not wait for the disk: after a crash of the machine only the digest tells a torn file.
     `digest`, if given, has to be that of `digest_of`, which is then not computed again.
     """
-    cached = size_of(arrays) < _LARGE
     if digest is not None:
-        write_pieces(path, pieces(arrays), private=True, durable=False, cached=cached)
+        write_pieces(path, pieces(arrays), private=True, durable=False)
         return digest
     # Counted while the pieces are written, so that the arrays are read once.
     counted = xxhash.xxh3_128()
@@ -123,5 +120,5 @@ def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
             counted.update(piece)
             yield piece
 
-    write_pieces(path, count_pieces(), private=True, durable=False, cached=cached)
+    write_pieces(path, count_pieces(), private=True, durable=False)
     return counted.hexdigest()

@@ -42,7 +42,7 @@ def reads_nothing_named(call: ast.Call) -> bool:
         any(re.fullmatch(r"[wxa]b?", str(mode)) for mode in modes)
         or "O_EXCL" in text
         or "(io.BytesIO(" in text
-        or text.startswith(("Path('/proc/", "mmap.mmap(-1,"))
+        or text.startswith("Path('/proc/")
     )
 
 
