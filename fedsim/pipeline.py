@@ -236,7 +236,7 @@ class _Execution:
         with Workers(self.workers) as workers:
             with fix_within(self.scenario.threads):
                 self._attack(display, workers)
-            public = partial(self._attack_public, workers)
+            public = partial(self._attack_public, workers, display)
             order = rows.order(self.scenario)
             seconds = time.perf_counter() - started
             stages.finish(self.out, self._facts(seconds), order, attack_public=public)
@@ -392,7 +392,9 @@ class _Execution:
             },
         }
 
-    def _attack_public(self, workers: Workers, found: Sequence[record.Row]) -> None:
+    def _attack_public(
+        self, workers: Workers, display: progress.Display, found: Sequence[record.Row]
+    ) -> None:
         """Runs attacks again, on updates of public images, where no other client is recorded."""
         folder = controls.folder_of(self.out)
         entries = {entry.label or entry.name: entry for entry in self.scenario.attacks}
@@ -400,13 +402,14 @@ class _Execution:
         if not asked:
             return
         self._publish(folder)
+        display.stage(f"{self.place}control", len(asked))
         stages.attack(
             [_job(entries[label], path) for label, path in asked],
             replace(self._setting(), root=folder),
             # These attacks have no rows: controls are scored from the reconstructions that they
             # write.
-            lambda job, result: None,
-            progress.Display(),
+            lambda job, result: display.advance(job.title),
+            display,
             workers=workers,
         )
 

@@ -90,8 +90,8 @@ def installed() -> Iterator[None]:
         yield
 
 
-def run(out: Path, **changed: Any) -> Run:
-    return fedsim.run({**SCENARIO, **changed}, out=out, workers=1)
+def run(out: Path, quiet: bool = True, **changed: Any) -> Run:
+    return fedsim.run({**SCENARIO, **changed}, out=out, workers=1, quiet=quiet)
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +202,16 @@ def test_another_update_is_of_other_images(tmp_path: Path) -> None:
     assert (line(apart, 1).images, line(apart, 1).independent) == (2, 2)
 
 
-def test_where_no_other_client_is_observed_the_control_is_of_public_images(tmp_path: Path) -> None:
+def test_where_no_other_client_is_observed_the_control_is_of_public_images(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Rule 12: never the same client's next batch, whose look-alikes would hide a leak."""
     observe = {"clients": [0], "batch_sizes": [3], "trials": 2}
     attacks = [{"name": "inverting_gradients", "iterations": 2}, "label_inference"]
-    done = run(tmp_path / "out", observe=observe, attacks=attacks, defenses={"none": []})
+    done = run(
+        tmp_path / "out", observe=observe, attacks=attacks, defenses={"none": []}, quiet=False
+    )
+    assert "control: 2 of 2 to do" in capfd.readouterr().err, "controls may take as long"
     assert {row["control"]["of"] for row in done.rows()} == {"public"}
     rows = cell(done, 3, attack="inverting_gradients")
     path = _made_of_public(rows, done.out)
