@@ -107,14 +107,13 @@ class _DPSGDKeys(Stated):
 
 
 @final
-class DPSGDCurve(_DPSGDKeys, Curve):
+class _DPSGDCurve(_DPSGDKeys, Curve):
     """ε and δ of a training with a given noise."""
 
     noise_multiplier: Annotated[float, Field(gt=0, le=1e12)]
     """z: standard deviation of the noise on the sum of clipped gradients, over the norm."""
 
     def delta(self, epsilon: float) -> Answer:
-        """Finds the least δ, from exp(-700) on, at which the ledger states at most `epsilon`."""
         # ε falls as δ rises. The search runs over log δ, shifted to begin at 0 as `least` needs.
         found = least(
             lambda up: self.ledger(self.noise_multiplier, _delta(up))[0] <= epsilon,
@@ -124,7 +123,6 @@ class DPSGDCurve(_DPSGDKeys, Curve):
         return self.answer(self.noise_multiplier, _delta(found), epsilon)
 
     def epsilon(self, delta: float) -> Answer:
-        """Returns the ε that a run's ledger states at δ."""
         return self.answer(self.noise_multiplier, delta)
 
 
@@ -134,11 +132,10 @@ def _delta(up: float) -> float:
 
 
 @final
-class DPSGDCalibration(_DPSGDKeys, Calibration):
+class _DPSGDCalibration(_DPSGDKeys, Calibration):
     """The least noise of a whole training that is (ε, δ)-private."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Finds the least noise multiplier in five digits; the answer has the ε of that noise."""
         # Searched by the ledger itself, so that a run with this
         # noise states no more than `epsilon`.
         noise = least_noise(lambda at: self.ledger(at, delta)[0], epsilon)
@@ -148,5 +145,5 @@ class DPSGDCalibration(_DPSGDKeys, Calibration):
 class KnownDPSGD(KnownMechanism):
     """A federated training by DP-SGD, of the client that is worst off: rounds of local steps."""
 
-    curve = DPSGDCurve
-    calibration = DPSGDCalibration
+    curve = _DPSGDCurve
+    calibration = _DPSGDCalibration

@@ -393,8 +393,7 @@ def _of_curve(
         draws=draws,
     )
     if not draw:
-        revealed = curve.epsilon_of_known_batches(delta)
-        return revealed.epsilon, revealed.method
+        return curve.claim_revealed(delta)
     suffix = ", correlated noise" if mechanism.correlation else ""
     if mechanism.noise_multiplier < _AMPLIFIED[0]:
         patience = 0  # a batch shows who is in it, and draws would show no more
@@ -402,8 +401,7 @@ def _of_curve(
         epsilon, method = curve.claim(delta, patience)
     # Known batches are bounded without draws, and never too low.
     except (TooFewDraws, TooMuchWork):
-        revealed = curve.epsilon_of_known_batches(delta)
-        epsilon, method = revealed.epsilon, revealed.method
+        epsilon, method = curve.claim_revealed(delta)
     return epsilon, f"{method}{suffix}"
 
 

@@ -285,10 +285,10 @@ def test_a_bad_file_is_refused_with_its_cause(
 def test_no_answer_is_printed_that_is_not_a_number(
     name: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedsim.privacy.mechanisms.gaussian import GaussianCurve
+    from fedsim.privacy.mechanisms.gaussian import _GaussianCurve
 
     told = {"epsilon": 1.0, "delta": 0.1, "log_delta": -1.0, "method": "", name: value}
-    monkeypatch.setattr(GaussianCurve, "delta", lambda *_: Answer(**told))
+    monkeypatch.setattr(_GaussianCurve, "delta", lambda *_: Answer(**told))
     result = invoke("delta", "gaussian", "sensitivity=1", "sigma=1", "--epsilon", 1)
     assert result.exit_code == 2, result.output
     assert f"{name} is not a finite number; use less extreme keys" in " ".join(

@@ -128,18 +128,14 @@ def test_long_runs_are_bounded_and_not_drawn_for() -> None:
 
 def test_counting_participations_bounds_their_norms() -> None:
     given = (60, 0.1, 0.7)
+    shape = dict(zip(("steps", "sampling_rate", "correlation"), given, strict=True))
+    norms, weights, rest = correlated._norms_by_count(*given)
+    assert sum(weights) + rest == pytest.approx(1.0)
     for noise in (0.5, 3.0):
-        exact = [
-            correlated.log_delta_revealed(
-                noise, 1.0, steps=given[0], sampling_rate=given[1], correlation=given[2], factor=1.0
-            )
-        ]
-        norms, weights, rest = correlated._norms_by_count(*given)
-        assert sum(weights) + rest == pytest.approx(1.0)
-        bound = correlated._log_mean_delta(
-            noise, 1.0, 1.0, norms[norms > 0], weights[norms > 0], rest
-        )
-        assert exact[0] <= bound <= 0
+        exact = correlated.log_delta_revealed(noise, 1.0, **shape)  # type: ignore[arg-type]
+        held = norms > 0
+        bound = correlated._log_mean_delta(noise, 1.0, norms[held], weights[held], rest)
+        assert exact <= bound <= 0
 
 
 @pytest.mark.parametrize("noise", [1e-6, 0.01, slow(0.3), 4.0, 1e6, 1e12])

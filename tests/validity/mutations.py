@@ -391,7 +391,7 @@ divergences beyond what rounding leaves of them
     _AMPLIFIED[1] => 1000000000000.0
 a curve of losses without its rounding
     fedsim/privacy/composition/poisson.py:least_bound [privacy/test_extremes]
-    distribution(sampling_rate, noise, steps) => distribution(sampling_rate, noise, 1)
+    _distribution(sampling_rate, noise, steps) => _distribution(sampling_rate, noise, 1)
 participations counted at the least of each group
     fedsim/privacy/composition/correlated.py:_norms_by_count [privacy/test_extremes]
     prepend=0.0 => append=1.0

@@ -32,7 +32,7 @@ Rounding = Literal["up", "down"]
 _ROUNDING = 1e-12
 """Relative rounding of the levels."""
 _LEAST, _TOLERANCE, _CELLS, _TAIL = 0.02, 0.01, 2048, 1e-12
-"""Least level, relative distance of levels, cells of sums and mass left out of `squared_norms`."""
+"""Least level, relative distance of levels, cells of sums and mass left out of `_squared_norms`."""
 
 
 def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:
@@ -78,8 +78,11 @@ class Grid:
 def grid(correlation: float, least: float, tolerance: float, rounding: Rounding) -> Grid:
     """Builds the levels of y, exact for λ = 0 and for an example's first participation.
 
-    A level that decays below `least` stays there (rounded up) or becomes 0 (down). Neighbouring
-    levels are at most a factor 1 + `tolerance` apart.
+    Args:
+        correlation: λ in [0, 1).
+        least: a level that decays below stays there (rounded up) or becomes 0 (down).
+        tolerance: neighbouring levels are at most a factor 1 + `tolerance` apart.
+        rounding: side to which a participation that falls between two levels goes.
     """
     # Without memory y is the participation itself.
     if correlation == 0:
@@ -115,15 +118,11 @@ def grid_size(correlation: float, least: float = _LEAST, tolerance: float = _TOL
 
 
 @lru_cache(maxsize=64)
-def squared_norms(
+def _squared_norms(
     steps: int, sampling_rate: float, correlation: float
 ) -> tuple[Array, Array, float]:
-    """Computes (values, probabilities, rest): the distribution of ||C z||² over z, rounded up.
-
-    Values and probabilities are two (k,) arrays, which are kept for the next call and must not be
-    changed. Values are in no order, and may repeat. `rest` is the probability (at most 1e-12) of
-    all that lies above the largest. The result is exact for λ = 0.
-    """
+    """Computes (values, probabilities, rest beyond): the law of ||C z||², rounded up."""
+    # Values are in no order, and may repeat. The arrays are cached: nobody may change them.
     if correlation == 0:
         from scipy.stats import binom
 
@@ -223,96 +222,96 @@ def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
 
 
 def log_delta_revealed(
-    noise_multiplier: float,
-    epsilon: float,
-    *,
-    steps: int,
-    sampling_rate: float,
-    correlation: float,
-    factor: float,
+    noise_multiplier: float, epsilon: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
     """Computes log of a bound on δ(ε) against an attacker who knows an example's batches.
 
-    Given the batches z, both neighbours' releases are Gaussian, with means `factor` C z apart: 1 if
-    the contribution is exchanged for zero, 2 if for any other. δ is jointly convex: δ(ε) <= E_z[δ
-    of the Gaussian mechanism with sensitivity factor ||C z||]. That holds of batches of a fixed
-    size too, whose other members may depend on whether the example was drawn. The mean over z is
-    the only amplification.
+    The example's contribution is exchanged for zero. Batches are drawn independently, or all of one
+    size: other members may depend on whether the example was drawn.
+
+    Args:
+        noise_multiplier: σ of z_t over the clipping norm.
+        epsilon: at least 0.
+        steps: T.
+        sampling_rate: probability of the example to be in a step's batch.
+        correlation: λ in [0, 1).
     """
-    return _log_mean_delta(
-        noise_multiplier, epsilon, factor, *_group_norms(steps, sampling_rate, correlation)
-    )
+    # Given the batches z, both neighbours' releases are Gaussian, with means C z apart. δ is
+    # jointly convex, so that the mean over z bounds it; that is the only amplification.
+    norms = _group_norms(steps, sampling_rate, correlation)
+    return _log_mean_delta(noise_multiplier, epsilon, *norms)
 
 
 def log_delta_known_bin(
     noise_multiplier: float, epsilon: float, *, steps: int, bins: int, correlation: float
 ) -> float:
-    """Computes log of a bound on δ(ε) for an example in every `bins`-th step.
+    """Computes the bound of `log_delta_revealed` for an example in every `bins`-th step.
 
-    The first of these is uniformly one of the first `bins` steps, and the attacker knows which. The
-    bound is that of `log_delta_revealed` with a factor of 1. Where `steps` times `bins` is very
-    large, it is looser.
+    The first of these is uniformly one of the first `bins` steps, and the attacker knows which.
+    Where `steps` times `bins` is very large, the bound is looser.
+
+    Args:
+        noise_multiplier: σ of z_t over the clipping norm.
+        epsilon: at least 0.
+        steps: T.
+        bins: distance of the example's steps; it may be more than `steps`.
+        correlation: λ in [0, 1).
     """
     # Too large for a matrix of all bins: the worst places of as many participations bound each.
     if steps * bins > _MOST_CELLS:
         reached = [sensitivity(steps, correlation, math.ceil(steps / bins))]
-        return _log_mean_delta(noise_multiplier, epsilon, 1.0, reached, [1.0], 0.0)
+        return _log_mean_delta(noise_multiplier, epsilon, reached, [1.0], 0.0)
     present = np.arange(steps) % bins == np.arange(bins)[:, None]
     norms = np.linalg.norm(accumulate(present, correlation), axis=1)
     # With more bins than steps, some bins have no step; they release nothing, and add no δ.
     reached = norms[norms > 0].tolist()
-    return _log_mean_delta(noise_multiplier, epsilon, 1.0, reached, [1 / bins] * len(reached), 0.0)
+    return _log_mean_delta(noise_multiplier, epsilon, reached, [1 / bins] * len(reached), 0.0)
 
 
 def _log_mean_delta(
-    noise_multiplier: float,
-    epsilon: float,
-    factor: float,
-    reached: list[float],
-    weights: list[float],
-    rest: float,
+    noise: float, epsilon: float, reached: list[float], weights: list[float], rest: float
 ) -> float:
     """Computes log(Σ weight δ(reach) + rest)."""
     # Where the noise is below the least double, the ratio is 0: nothing is hidden.
     with np.errstate(over="ignore", under="ignore"):
-        ratios = noise_multiplier / (factor * np.asarray(reached, dtype=np.float64))
+        ratios = noise / np.asarray(reached, dtype=np.float64)
     deltas = np.exp(gaussian.log_delta(ratios, epsilon))
     total = rest + float(np.dot(deltas, weights))
     return min(0.0, math.log(total)) if total > 0 else -math.inf
 
 
-def log_delta_fixed_size(
-    noise_multiplier: float,
-    epsilon: float,
-    *,
-    steps: int,
-    sampling_rate: float,
-    correlation: float,
-    factor: float,
+def log_delta_replaced(
+    noise_multiplier: float, epsilon: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """Computes log of a bound on δ(ε) for batches of one size, drawn without replacement.
+    """Computes log of a bound on δ(ε) for an example exchanged for any other, in hidden batches.
 
-    The arguments are those of `log_delta_revealed`, and for `factor` 1 so is the result. A
-    contribution that is exchanged for any other (`factor` 2) is amplified: with the probability 1 -
-    γ = (1 - q)^T the example is never drawn.
+    Batches are of one size, drawn without replacement. The arguments are those of
+    `log_delta_revealed`. For one step the bound is attained.
 
-    Both neighbours then release the same. That law is as far from the release with the example in
-    steps z as the exchange is: its batches become those by exchanging the example for a random
-    other one. By advanced joint convexity (Balle, Barthe and Gaboardi, Privacy Amplification by
-    Subsampling, NeurIPS 2018, Theorem 2) δ(ε) <= γ E_z[δ of the Gaussian mechanism at ε' | z ≠ 0],
-    exp(ε') = 1 + (exp(ε) - 1) / γ. For T = 1 that is attained. Exchanged for zero, the example is
-    nearer to nothing than to another one, and no more is known than `log_delta_revealed`.
+    Args:
+        noise_multiplier: σ of z_t over the clipping norm.
+        epsilon: at least 0.
+        steps: T.
+        sampling_rate: probability of the example to be in a step's batch.
+        correlation: λ in [0, 1).
     """
-    if factor == 2 and sampling_rate < 1:
+    # With the probability 1 - γ = (1 - q)^T the example is never drawn, and both neighbours release
+    # the same. That law is as far from the release with the example in steps z as the exchange is:
+    # its batches become those by exchanging the example for a random other one. By advanced joint
+    # convexity (Balle, Barthe and Gaboardi, Privacy Amplification by Subsampling, NeurIPS 2018,
+    # Theorem 2) δ(ε) <= γ E_z[δ of the Gaussian mechanism at ε' | z ≠ 0], exp(ε') = 1 + (exp(ε) -
+    # 1) / γ. Exchanged for zero, the example is nearer to nothing than to another one, and no more
+    # is known than `log_delta_revealed`.
+    if sampling_rate < 1:
         # γ = 1 - (1 - q)^T, without the cancellation where T q is small.
         drawn = -math.expm1(steps * math.log1p(-sampling_rate))
         # At ε = 0 the terms cancel, but for rounding.
         # This is ε' - ε, in a form in which exp(ε) cannot overflow.
         gain = math.log1p(-(1 - drawn) * math.exp(-epsilon)) - math.log(drawn)
         epsilon += max(0.0, gain)
-    return _log_mean_delta(
-        noise_multiplier, epsilon, factor, *_group_norms(steps, sampling_rate, correlation)
-    )
+    # Another contribution is twice as far away as zero is.
+    norms = _group_norms(steps, sampling_rate, correlation)
+    return _log_mean_delta(noise_multiplier / 2, epsilon, *norms)
 
 
 @lru_cache(maxsize=64)
@@ -321,7 +320,7 @@ def _group_norms(
 ) -> tuple[list[float], list[float], float]:
     """Computes (||C z||, probabilities, rest), in a few hundred groups at their largest norm."""
     if steps * grid_size(correlation) <= _MOST_CELLS:
-        squares, weights, rest = squared_norms(steps, sampling_rate, correlation)
+        squares, weights, rest = _squared_norms(steps, sampling_rate, correlation)
         norms = np.sqrt(squares)
     else:
         norms, weights, rest = _norms_by_count(steps, sampling_rate, correlation)

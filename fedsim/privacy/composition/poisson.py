@@ -23,11 +23,11 @@ from fedsim.privacy.composition.correlated import Array
 PLD = "dp_accounting PLD"
 RENYI = "RDP, Poisson sampling"
 REVEALED = "exact Gaussian, averaged over the batches, which may be known"
-POINTS = 1 << 17
+_POINTS = 1 << 17
 """Most points of one step's losses."""
 _FINEST = 1e-4
 """Least step between losses."""
-LEAST_NOISE, _MOST_NOISE = 0.1, 1e5
+_LEAST_NOISE, _MOST_NOISE = 0.1, 1e5
 """Range of noise multipliers whose losses are computed. More noise is accounted as the largest."""
 _MOST_STEPS = 100_000
 _ROUNDING = 2.3e-16
@@ -43,17 +43,21 @@ def least_bound(
 ) -> tuple[float, str]:
     """Returns (log δ at ε, the method that proves it): the least of the three bounds.
 
-    `noise` is a step's deviation over the clipping norm, `sampling_rate` the chance of an example.
+    Args:
+        noise: standard deviation of a step's noise over the clipping norm.
+        epsilon: at least 0.
+        steps: number of releases.
+        sampling_rate: probability of an example to be in a step's sample, in (0, 1].
     """
     known = correlated.log_delta_revealed(
-        noise, epsilon, steps=steps, sampling_rate=sampling_rate, correlation=0.0, factor=1.0
+        noise, epsilon, steps=steps, sampling_rate=sampling_rate, correlation=0.0
     )
     bounds = [(known, REVEALED)]
-    if noise >= LEAST_NOISE:
+    if noise >= _LEAST_NOISE:
         noise = min(noise, _MOST_NOISE)
         bounds.append((_renyi(noise, epsilon, steps, sampling_rate), RENYI))
         if steps <= _MOST_STEPS:
-            losses = distribution(sampling_rate, noise, steps)
+            losses = _distribution(sampling_rate, noise, steps)
             # The convolution's rounding is added to δ. A smaller δ is left to the Rényi bound.
             found = float(losses.get_delta(epsilon)) + _ROUNDING * max(steps, 1000)
             bounds.append((math.log(found), PLD))
@@ -87,11 +91,9 @@ def _divergences(sampling_rate: float, noise: float) -> Array:
     return divergences
 
 
-def interval(sampling_rate: float, noise: float, steps: int) -> float:
-    """Chooses the step between losses of dp_accounting's grid, for `steps` releases.
-
-    One release has at most 2^17 losses (`POINTS`), and all together have at most 32 times as many.
-    """
+def _interval(sampling_rate: float, noise: float, steps: int) -> float:
+    """Chooses the step between losses of dp_accounting's grid, for `steps` releases."""
+    # One release has at most `_POINTS` losses, and all together have at most 32 times as many.
     # A step that takes the example loses N(1 / (2 z²), 1 / z²): the mean and 12 deviations.
     reach = 0.5 / noise**2 + 12 / noise
     # A step's loss deviates by about q sqrt(χ²), or by a whole loss in a share q of the steps.
@@ -100,16 +102,16 @@ def interval(sampling_rate: float, noise: float, steps: int) -> float:
         math.sqrt(sampling_rate) * (0.5 / noise**2 + 1 / noise),
     )
     width = min(steps * reach, reach + 30 * math.sqrt(steps) * deviation)
-    return max(_FINEST, reach / POINTS, width / (32 * POINTS))
+    return max(_FINEST, reach / _POINTS, width / (32 * _POINTS))
 
 
 @lru_cache(maxsize=8)
-def distribution(sampling_rate: float, noise: float, steps: int) -> Any:
-    """Builds dp_accounting's PLD accountant of so many releases, which must not be changed."""
+def _distribution(sampling_rate: float, noise: float, steps: int) -> Any:
+    """Builds dp_accounting's PLD accountant of so many releases; it is cached: do not change it."""
     from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant
 
-    step = interval(sampling_rate, noise, steps)
+    step = _interval(sampling_rate, noise, steps)
     accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE, step)
     accountant.compose(PoissonSampledDpEvent(sampling_rate, GaussianDpEvent(noise)), steps)
     return accountant

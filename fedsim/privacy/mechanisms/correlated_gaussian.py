@@ -65,99 +65,6 @@ class _Steps(Keys):
     its last step may fail, and the exact Gaussian mechanism stands in its place."""
 
 
-@final
-class CorrelatedExperiment(_Steps, Experiment):
-    """Steps that release g_t + z_t - λ z_(t-1), of one example whose gradient has norm 1.
-
-    Its gradient is +1 in every step whose batch it is in, and 0 under the neighbour (`zero_out`).
-    All other examples' gradients are 0, but in batches of a fixed size they are -1: there a batch's
-    sum tells whether the example has taken another's place, whatever its own gradient.
-    """
-
-    noise_multiplier: PositiveSize
-    """Standard deviation of z_t over the clipping norm."""
-
-    @model_validator(mode="after")
-    def _few_patterns(self) -> Self:
-        if self.sampling in ("poisson", "fixed_size") and 2**self.steps > _PATTERNS:
-            raise ValueError(
-                f"sampling {self.sampling} is audited over at most "
-                f"{number_of(int(math.log2(_PATTERNS)), 'step')}: the score sums over all "
-                "patterns of participation"
-            )
-        if self.patterns * self.steps > _HELD:
-            raise ValueError(
-                f"steps: {self.steps} of {self.patterns} patterns of participation are too many to "
-                "audit; use fewer, or a larger sampling_rate"
-            )
-        return self
-
-    @property
-    def patterns(self) -> int:
-        """Number of patterns in which the example can take part in the steps."""
-        if self.sampling in ("full", "single_epoch"):
-            return 1
-        if self.sampling == "balls_in_bins":
-            return round(1 / self.sampling_rate)
-        return int(2**self.steps)
-
-    def curve(self) -> Curve:
-        """Returns the curve that is claimed, without `sabotage`."""
-        return CorrelatedCurve.model_validate(self.model_dump(exclude={"sabotage"}))
-
-    def work(self) -> int:
-        """Estimates how many numbers are computed to draw and score one release."""
-        return 4 * self.steps + self.patterns  # a step is whitened with a stride
-
-    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws sequences of releases, and returns their (draws,) log likelihood ratios."""
-        sigma = self.sabotage * self.noise_multiplier
-        masks, chances = self._participations()
-        # relative to batches without the example, where that is public
-        reach = (1.0, 2.0) if self.sampling == "fixed_size" else (0.0, 1.0)
-        whitened = [factor * accumulate(masks, self.correlation) for factor in reach]
-        chunk = max(1, min(_CHUNK // len(masks), _HELD // self.steps))
-        found = []
-        for start in range(0, draws, chunk):
-            count = min(chunk, draws - start)
-            gradients = reach[present] * masks[rng.choice(len(masks), count, p=chances)]
-            noise = sigma * rng.standard_normal((count, self.steps))
-            # The copy is z itself: in place, each step would be
-            # taken off what is correlated already.
-            noise[:, 1:] -= self.correlation * noise[:, :-1].copy()
-            seen = accumulate(gradients + noise, self.correlation)  # C makes the noise white
-            likely = [_log_density(seen, means, chances, sigma) for means in whitened]
-            found.append(likely[1] - likely[0])
-        return np.concatenate(found)
-
-    def _participations(self) -> tuple[Array, Array]:
-        """Returns the patterns of participation: (M, T) zeros and ones, and (M,) probabilities."""
-        if self.sampling == "full":
-            return np.ones((1, self.steps)), np.ones(1)
-        if self.sampling == "single_epoch":  # the first batch: its noise is seen the longest
-            return np.eye(1, self.steps), np.ones(1)
-        if self.sampling == "balls_in_bins":
-            bins = self.patterns
-            turns = np.arange(self.steps) % bins
-            masks = (turns == np.arange(bins)[:, None]).astype(float)
-            return masks, np.full(bins, 1 / bins)
-        masks = np.array(list(itertools.product((0.0, 1.0), repeat=self.steps)))
-        rates = np.where(masks == 1, self.sampling_rate, 1 - self.sampling_rate)
-        return masks, rates.prod(1)
-
-
-def _log_density(seen: Array, means: Array, chances: Array, sigma: float) -> Array:
-    """Returns (draws,) log Σ_m p_m N(seen; m, σ²), less a term that is free of the means."""
-    # The probabilities sum to 1, and a density of mean 0 is the unit that others are stated in.
-    if not means.any():
-        return np.zeros(len(seen))
-    exponents = (seen @ means.T - (means**2).sum(1) / 2) / sigma**2
-    most = exponents.max(1)
-    exponents -= most[:, None]
-    found: Array = most + np.log(np.exp(exponents, out=exponents) @ chances)
-    return found
-
-
 _EXACT = "exact Gaussian"
 _CONVEX = "exact Gaussian, averaged over the batches, by joint convexity"
 _LARGEST = 1e9
@@ -218,29 +125,26 @@ class _CorrelatedKeys(_Steps):
             self.sampling_rate == 1 and self.sampling != "single_epoch"
         )
 
-    def _log_delta(self) -> tuple[Callable[[float, float], float], str] | None:
-        """Returns (log δ of a noise multiplier and ε, method), or None where it needs draws."""
-        factor = 2.0 if self.relation == "replace_one" else 1.0
+    def _exact(self) -> Callable[[float, float], tuple[float, str]] | None:
+        """Returns a function (noise, ε) -> (log δ, method); None where it takes draws."""
+        replaced = self.relation == "replace_one"
         # No sampling is counted on: one Gaussian release at the
         # worst places of the example, which is exact.
         if self._always or self.sampling == "single_epoch":
             count = None if self._always else 1
-            reach = factor * correlated.sensitivity(self.steps, self.correlation, count)
-            return lambda noise, eps: float(gaussian.log_delta(noise / reach, eps)), _EXACT
-        if self.sampling == "fixed_size":
-            return (
-                lambda noise, eps: correlated.log_delta_fixed_size(
-                    noise, eps, **self._shape, factor=factor
-                ),
-                _CONVEX if self.relation == "replace_one" else poisson.REVEALED,
+            reach = correlated.sensitivity(self.steps, self.correlation, count) * (1 + replaced)
+            return lambda noise, eps: (float(gaussian.log_delta(noise / reach, eps)), _EXACT)
+        if self.sampling == "fixed_size" and replaced:
+            return lambda noise, eps: (
+                correlated.log_delta_replaced(noise, eps, **self._shape),
+                _CONVEX,
             )
+        if self.sampling == "fixed_size":
+            return lambda noise, eps: (self._log_delta_revealed(noise, eps), poisson.REVEALED)
         # Without correlation the sampled steps are independent, and their curve needs no draws.
         if self.sampling == "poisson" and self.correlation == 0:
-            return (
-                lambda noise, eps: poisson.least_bound(
-                    noise, eps, steps=self.steps, sampling_rate=self.sampling_rate
-                )[0],
-                poisson.PLD,
+            return lambda noise, eps: poisson.least_bound(
+                noise, eps, steps=self.steps, sampling_rate=self.sampling_rate
             )
         return None
 
@@ -252,31 +156,19 @@ class _CorrelatedKeys(_Steps):
             of = BallsInBins(self.steps, self._bins, self.correlation)
         return PairCurve(of, noise, draws, seed, most)
 
-    def _least_method(self, method: str, noise: float, epsilon: float) -> str:
-        """Returns `method`, or the name of the one of several bounds that proves the least δ."""
-        if method != poisson.PLD:
-            return method
-        # δ is known already; asked again for the name of the bound that it was taken from.
-        return poisson.least_bound(
-            noise, min(epsilon, _LARGEST), steps=self.steps, sampling_rate=self.sampling_rate
-        )[1]
-
-    def log_delta_of_known_batches(self, noise: float, epsilon: float) -> float:
-        """Computes log of a bound on δ at ε for an attacker who knows an example's batches."""
+    def _log_delta_revealed(self, noise: float, epsilon: float) -> float:
+        """Bounds log δ at ε for an attacker who knows an example's batches."""
         if self.sampling == "balls_in_bins":
             return correlated.log_delta_known_bin(
                 noise, epsilon, steps=self.steps, bins=self._bins, correlation=self.correlation
             )
-        return correlated.log_delta_revealed(noise, epsilon, **self._shape, factor=1.0)
-
-    def _paper_noise(self, epsilon: float, delta: float) -> float:
-        return baselines.kan_noise(epsilon, delta, **self._shape)
+        return correlated.log_delta_revealed(noise, epsilon, **self._shape)
 
     def _answer(
         self, epsilon: float, delta: float, noise: float, method: str, **told: Any
     ) -> Answer:
-        if "log_delta" not in told:
-            told["log_delta"] = math.log(delta)
+        # A δ that underflows comes with its logarithm.
+        told = {"log_delta": math.log(delta), **told} if delta else told
         return Answer(epsilon=epsilon, delta=delta, noise_multiplier=noise, method=method, **told)
 
     @property
@@ -302,87 +194,84 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
     def delta(self, epsilon: float) -> Answer:
         """Computes δ at ε >= 0; an answer by random draws is an estimate with an `interval`."""
         if self.variant == "paper":
-            noise, found = self.noise_multiplier, self._paper_delta(epsilon)
-            return self._answer(epsilon, found, noise, baselines.KAN_METHOD)
-        exact = self._log_delta()
-        if exact:
-            log_delta, method = exact
-            found = log_delta(self.noise_multiplier, epsilon)
-            method = self._least_method(method, self.noise_multiplier, epsilon)
-            return self._exact_answer(epsilon, math.exp(found), method, log_delta=found)
+            return self._told(epsilon, self._paper_delta(epsilon), baselines.KAN_METHOD)
+        if exact := self._exact():
+            found, method = exact(self.noise_multiplier, epsilon)
+            return self._told_exactly(epsilon, math.exp(found), method, log_delta=found)
         at = self._pair(self.noise_multiplier, self._draws, self.seed).at(epsilon)
         return self._estimate(epsilon, at.delta, (at.low, at.high), at.direction)
 
-    def epsilon(self, delta: float, most: int = work.MOST) -> Answer:
+    def epsilon(self, delta: float) -> Answer:
         """Computes ε at δ in (0, 1); an answer by random draws is an estimate with an `interval`.
 
         Raises:
             FedsimError: Theorem F.12 does not apply, or the draws do not reach that far; a
-                TooMuchWork if they take more than `most` numbers.
+                TooMuchWork if they take too long.
         """
+        noise = self.noise_multiplier
         if self.variant == "paper":
-            found = baselines.kan_epsilon(self.noise_multiplier, delta, **self._shape)
-            return self._answer(found, delta, self.noise_multiplier, baselines.KAN_METHOD)
-        exact = self._log_delta()
-        if exact:
-            log_delta, method = exact
-            found = _least(lambda eps: log_delta(self.noise_multiplier, eps) <= math.log(delta))
-            method = self._least_method(method, self.noise_multiplier, found)
-            return self._exact_answer(found, delta, method)
-        curve = self._pair(self.noise_multiplier, self._draws, self.seed, most)
+            found = baselines.kan_epsilon(noise, delta, **self._shape)
+            return self._told(found, delta, baselines.KAN_METHOD)
+        if exact := self._exact():
+            found = _least(lambda eps: exact(noise, eps)[0] <= math.log(delta))
+            # Asked again for the method: the one of several bounds that proves the least δ.
+            return self._told_exactly(found, delta, exact(noise, min(found, _LARGEST))[1])
+        curve = self._pair(noise, self._draws, self.seed)
         low = _least(lambda eps: _holds_or_unseen(lambda: curve.at(eps).low, delta))
         estimate = _least(lambda eps: _holds_or_unseen(lambda: curve.at(eps).delta, delta))
-        high = self._upper_end(curve, delta)
+        high = _upper_end(curve, delta)
         direction = curve.at(high).direction  # raises if the draws did not reach it
         return self._estimate(estimate, delta, (low, high), direction)
 
-    def claim(self, delta: float, most: int = work.MOST) -> tuple[float, str]:
+    def claim(self, delta: float, most: int) -> tuple[float, str]:
         """Returns (ε that may be claimed at δ, method); for an estimate, its interval's upper end.
 
-        `most` and errors are those of `epsilon`.
+        Errors are those of `epsilon`, a TooMuchWork where draws take more than `most` numbers.
         """
-        if self.variant == "paper" or self._log_delta():
-            found = self.epsilon(delta, most)
+        if self.variant == "paper" or self._exact():
+            found = self.epsilon(delta)
             return found.epsilon, found.method
         curve = self._pair(self.noise_multiplier, self._draws, self.seed, most)
-        high = self._upper_end(curve, delta)
+        high = _upper_end(curve, delta)
         curve.upper(high)  # raises if the draws did not reach it
         return high, f"{self._draw_method}, upper end at {CONFIDENCE:.0%}"
 
-    def _upper_end(self, curve: PairCurve, delta: float) -> float:
-        return _least(lambda eps: _holds_or_unseen(lambda: curve.upper(eps)[0], delta))
-
-    def epsilon_of_known_batches(self, delta: float) -> Answer:
-        """Computes ε at δ for an attacker who knows which batches an example was in.
+    def claim_revealed(self, delta: float) -> tuple[float, str]:
+        """Returns (ε, method) at δ for an attacker who knows which batches an example was in.
 
         The contribution is exchanged for zero. The result bounds ε where batches are hidden, too.
         """
         target, noise = math.log(delta), self.noise_multiplier
-        found = _least(lambda eps: self.log_delta_of_known_batches(noise, eps) <= target)
-        return self._exact_answer(found, delta, poisson.REVEALED)
+        found = _least(lambda eps: self._log_delta_revealed(noise, eps) <= target)
+        return found, poisson.REVEALED
 
     def _paper_delta(self, epsilon: float) -> float:
         # A hair above, lest rounding lift η above 1.
         least = baselines.kan_least_delta(self.steps, self.sampling_rate) * (1 + 1e-12)
-        if least >= 1:
-            self._paper_noise(epsilon, 0.5)  # says why it does not apply
-        found = _least(
-            lambda by: (
-                self._paper_noise(epsilon, min(least * math.exp(by), 1.0)) <= self.noise_multiplier
-                or least * math.exp(by) >= 1
-            )
-        )
-        return min(1.0, least * math.exp(found))
 
-    def _exact_answer(self, epsilon: float, delta: float, method: str, **told: float) -> Answer:
+        def is_enough(by: float) -> bool:
+            delta = min(least * math.exp(by), 1.0)
+            return (
+                baselines.kan_noise(epsilon, delta, **self._shape) <= self.noise_multiplier
+                or delta >= 1
+            )
+
+        if least >= 1:
+            baselines.kan_noise(epsilon, 0.5, **self._shape)  # says why it does not apply
+        return min(1.0, least * math.exp(_least(is_enough)))
+
+    def _told(self, epsilon: float, delta: float, method: str, **told: Any) -> Answer:
+        return self._answer(epsilon, delta, self.noise_multiplier, method, **told)
+
+    def _told_exactly(self, epsilon: float, delta: float, method: str, **told: float) -> Answer:
         way = None if method == poisson.PLD else "both"
-        return self._answer(epsilon, delta, self.noise_multiplier, method, direction=way, **told)
+        return self._told(epsilon, delta, method, direction=way, **told)
 
     def _estimate(
         self, epsilon: float, delta: float, interval: tuple[float, float], direction: Direction
     ) -> Answer:
         told = {"direction": direction, "interval": interval, "confidence": CONFIDENCE}
-        return self._answer(epsilon, delta, self.noise_multiplier, self._draw_method, **told)
+        return self._told(epsilon, delta, self._draw_method, **told)
 
 
 @final
@@ -396,14 +285,11 @@ class CorrelatedCalibration(_CorrelatedKeys, Calibration):
         end of δ's interval, of draws that the search has not seen, stays below `delta`.
         """
         if self.variant == "paper":
-            noise = self._paper_noise(epsilon, delta)
+            noise = baselines.kan_noise(epsilon, delta, **self._shape)
             return self._answer(epsilon, delta, noise, baselines.KAN_METHOD, sigma=noise)
-        exact = self._log_delta()
-        if exact:
-            log_delta, method = exact
-            noise = _least_noise(lambda at: log_delta(at, epsilon) <= math.log(delta), 1.0)
-            method = self._least_method(method, noise, epsilon)
-            return self._answer(epsilon, delta, noise, method, sigma=noise)
+        if exact := self._exact():
+            noise = _least_noise(lambda at: exact(at, epsilon)[0] <= math.log(delta))
+            return self._answer(epsilon, delta, noise, exact(noise, epsilon)[1], sigma=noise)
         return self._estimate(epsilon, delta)
 
     def _estimate(self, epsilon: float, delta: float) -> Answer:
@@ -415,9 +301,7 @@ class CorrelatedCalibration(_CorrelatedKeys, Calibration):
             return math.log(max(found, 1e-300) / delta)
 
         # Enough noise, whoever knows the batches.
-        enough = _least_noise(
-            lambda at: self.log_delta_of_known_batches(at, epsilon) <= target, 1.0, 8
-        )
+        enough = _least_noise(lambda at: self._log_delta_revealed(at, epsilon) <= target, 8)
         slope, noise = _search_noise(excess, enough)
         for attempt in range(1, _ATTEMPTS):
             curve = self._pair(noise, self._draws, self.seed + attempt)
@@ -436,6 +320,11 @@ def _holds_or_unseen(delta: Callable[[], float], target: float) -> bool:
         return delta() <= target
     except TooFewDraws:
         return True
+
+
+def _upper_end(curve: PairCurve, delta: float) -> float:
+    """Finds the least ε at which the upper end of δ's interval is at most `delta`."""
+    return _least(lambda eps: _holds_or_unseen(lambda: curve.upper(eps)[0], delta))
 
 
 def _least(holds: Callable[[float], bool]) -> float:
@@ -465,9 +354,9 @@ def _search_noise(excess: Callable[[float], float], enough: float) -> tuple[floa
     return min(max((at_low - at_high) / (high - low), 0.5), 1e3), math.exp(high)
 
 
-def _least_noise(holds: Callable[[float], bool], start: float, rounds: int = 40) -> float:
+def _least_noise(holds: Callable[[float], bool], rounds: int = 40) -> float:
     """Finds the least noise that is enough, to 2^-`rounds` of its logarithm's bracket."""
-    high = start
+    high = 1.0
     while not holds(high):
         high *= 2
         if high > _LARGEST:
@@ -482,16 +371,104 @@ def _least_noise(holds: Callable[[float], bool], start: float, rounds: int = 40)
     return high
 
 
+@final
+class _CorrelatedExperiment(_Steps, Experiment):
+    """Steps that release g_t + z_t - λ z_(t-1), of one example whose gradient has norm 1.
+
+    Its gradient is +1 in every step whose batch it is in, and 0 under the neighbour (`zero_out`).
+    All other examples' gradients are 0, but in batches of a fixed size they are -1: there a batch's
+    sum tells whether the example has taken another's place, whatever its own gradient.
+    """
+
+    claims = CorrelatedCurve
+    noise_multiplier: PositiveSize
+    """Standard deviation of z_t over the clipping norm."""
+
+    @model_validator(mode="after")
+    def _few_patterns(self) -> Self:
+        if self.sampling in ("poisson", "fixed_size") and 2**self.steps > _PATTERNS:
+            raise ValueError(
+                f"sampling {self.sampling} is audited over at most "
+                f"{number_of(int(math.log2(_PATTERNS)), 'step')}: the score sums over all "
+                "patterns of participation"
+            )
+        if self.patterns * self.steps > _HELD:
+            raise ValueError(
+                f"steps: {self.steps} of {self.patterns} patterns of participation are too many to "
+                "audit; use fewer, or a larger sampling_rate"
+            )
+        return self
+
+    @property
+    def patterns(self) -> int:
+        """Number of patterns in which the example can take part in the steps."""
+        if self.sampling in ("full", "single_epoch"):
+            return 1
+        if self.sampling == "balls_in_bins":
+            return round(1 / self.sampling_rate)
+        return int(2**self.steps)
+
+    def work(self) -> int:
+        return 4 * self.steps + self.patterns  # a step is whitened with a stride
+
+    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
+        sigma = self.sabotage * self.noise_multiplier
+        masks, chances = self._participations()
+        # relative to batches without the example, where that is public
+        reach = (1.0, 2.0) if self.sampling == "fixed_size" else (0.0, 1.0)
+        whitened = [factor * accumulate(masks, self.correlation) for factor in reach]
+        chunk = max(1, min(_CHUNK // len(masks), _HELD // self.steps))
+        found = []
+        for start in range(0, draws, chunk):
+            count = min(chunk, draws - start)
+            gradients = reach[present] * masks[rng.choice(len(masks), count, p=chances)]
+            noise = sigma * rng.standard_normal((count, self.steps))
+            # The copy is z itself: in place, each step would be
+            # taken off what is correlated already.
+            noise[:, 1:] -= self.correlation * noise[:, :-1].copy()
+            seen = accumulate(gradients + noise, self.correlation)  # C makes the noise white
+            likely = [_log_density(seen, means, chances, sigma) for means in whitened]
+            found.append(likely[1] - likely[0])
+        return np.concatenate(found)
+
+    def _participations(self) -> tuple[Array, Array]:
+        """Returns the patterns of participation: (M, T) zeros and ones, and (M,) probabilities."""
+        if self.sampling == "full":
+            return np.ones((1, self.steps)), np.ones(1)
+        if self.sampling == "single_epoch":  # the first batch: its noise is seen the longest
+            return np.eye(1, self.steps), np.ones(1)
+        if self.sampling == "balls_in_bins":
+            bins = self.patterns
+            turns = np.arange(self.steps) % bins
+            masks = (turns == np.arange(bins)[:, None]).astype(float)
+            return masks, np.full(bins, 1 / bins)
+        masks = np.array(list(itertools.product((0.0, 1.0), repeat=self.steps)))
+        rates = np.where(masks == 1, self.sampling_rate, 1 - self.sampling_rate)
+        return masks, rates.prod(1)
+
+
+def _log_density(seen: Array, means: Array, chances: Array, sigma: float) -> Array:
+    """Returns (draws,) log Σ_m p_m N(seen; m, σ²), less a term that is free of the means."""
+    # The probabilities sum to 1, and a density of mean 0 is the unit that others are stated in.
+    if not means.any():
+        return np.zeros(len(seen))
+    exponents = (seen @ means.T - (means**2).sum(1) / 2) / sigma**2
+    most = exponents.max(1)
+    exponents -= most[:, None]
+    found: Array = most + np.log(np.exp(exponents, out=exponents) @ chances)
+    return found
+
+
 class KnownCorrelatedGaussian(KnownMechanism):
     """δ(ε) of T correlated releases with a given noise."""
 
     curve = CorrelatedCurve
     calibration = CorrelatedCalibration
-    experiment = CorrelatedExperiment
+    experiment = _CorrelatedExperiment
 
 
 @final
-class PoissonGaussianExperiment(Experiment):
+class _PoissonGaussianExperiment(Experiment):
     """Steps of DP-SGD on Poisson samples, of one example whose gradient has norm 1."""
 
     steps: Annotated[int, Field(ge=1, le=10_000)]
@@ -500,7 +477,6 @@ class PoissonGaussianExperiment(Experiment):
     """Standard deviation of a step's noise over the bound of one row's contribution."""
 
     def curve(self) -> Curve:
-        """Returns the calculator's curve of Poisson-sampled steps without correlation."""
         return CorrelatedCurve(
             steps=self.steps,
             sampling_rate=self.sampling_rate,
@@ -509,11 +485,9 @@ class PoissonGaussianExperiment(Experiment):
         )
 
     def work(self) -> int:
-        """Returns the number of steps, each of which draws one number for a release."""
         return self.steps
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases; returns their (draws,) log likelihood ratios, summed over the steps."""
         sigma = self.sabotage * self.noise_multiplier
         total = np.zeros(draws)
         for _ in range(self.steps):
@@ -528,4 +502,4 @@ class PoissonGaussianExperiment(Experiment):
 class KnownPoissonGaussian(KnownMechanism):
     """DP-SGD's steps with Poisson sampling: each takes the row with probability `sampling_rate`."""
 
-    experiment = PoissonGaussianExperiment
+    experiment = _PoissonGaussianExperiment

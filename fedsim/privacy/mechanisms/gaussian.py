@@ -21,7 +21,7 @@ from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.numerics.special import Array
 
 
-class GaussianCurve(Sensitivity, ExactCurve):
+class _GaussianCurve(Sensitivity, ExactCurve):
     """The curve δ(ε) of the Gaussian mechanism, whose noise is given."""
 
     formula: ClassVar[str] = "closed form (Balle and Wang 2018, Theorem 8)"
@@ -29,41 +29,37 @@ class GaussianCurve(Sensitivity, ExactCurve):
     """Standard deviation of the noise, in the units of the release; 0 or at least 1e-12."""
 
     @model_validator(mode="after")
-    def _some_noise(self) -> GaussianCurve:
+    def _some_noise(self) -> _GaussianCurve:
         if 0 < self.sigma < 1e-12:
             raise ValueError(f"sigma: expected 0 or >= 1e-12, got {self.sigma:g}")
         return self
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """Computes log δ at each of `epsilons` >= 0, under the key `both`."""
         return {"both": gaussian.log_delta(self.sigma / self.sensitivity, epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1), under the key `both`."""
         return {"both": float(gaussian.epsilon(self.sigma / self.sensitivity, delta))}
 
     def details(self) -> dict[str, float]:
-        """Returns `sigma` of the noise, and `noise_multiplier`, sigma over the sensitivity."""
         return {"sigma": self.sigma, "noise_multiplier": self.sigma / self.sensitivity}
 
 
-class GaussianCalibration(Sensitivity, Calibration):
+class _GaussianCalibration(Sensitivity, Calibration):
     """The least noise of the Gaussian mechanism."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Computes the least `sigma` that is (ε, δ)-private, with the δ that it has at ε."""
         multiplier = float(gaussian.noise_multiplier(epsilon, delta))
         # What is found may lie beyond what may be asked.
-        return GaussianCurve.model_construct(
+        return _GaussianCurve.model_construct(
             sensitivity=self.sensitivity, sigma=multiplier * self.sensitivity
         ).delta(epsilon)
 
 
 @final
-class GaussianExperiment(Experiment):
+class _GaussianExperiment(Experiment):
     """A number that the row moves by `sensitivity`, behind Gaussian noise."""
 
-    claims = GaussianCurve
+    claims = _GaussianCurve
     gaussian_dp = True
     sensitivity: PositiveSize = 1.0
     """L2 distance that one row moves the release."""
@@ -71,7 +67,6 @@ class GaussianExperiment(Experiment):
     """Standard deviation of the noise, in the same units."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns their (draws,) log likelihood ratios."""
         sigma = self.sabotage * self.sigma
         moved = self.sensitivity * present + sigma * rng.standard_normal(draws)
         return self.sensitivity * (moved - self.sensitivity / 2) / sigma**2
@@ -80,6 +75,6 @@ class GaussianExperiment(Experiment):
 class KnownGaussian(KnownMechanism):
     """The Gaussian mechanism: a value plus normal noise."""
 
-    curve = GaussianCurve
-    calibration = GaussianCalibration
-    experiment = GaussianExperiment
+    curve = _GaussianCurve
+    calibration = _GaussianCalibration
+    experiment = _GaussianExperiment

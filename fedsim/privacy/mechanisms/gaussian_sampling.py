@@ -29,10 +29,10 @@ from fedsim.privacy.mechanisms import kernel_distance, wishart
 from fedsim.privacy.numerics.special import Array
 from fedsim.types import FedsimError
 
-SamplingVariant = Literal["exact", "paper"]
+_SamplingVariant = Literal["exact", "paper"]
 
 
-class Neighbours(Keys):
+class _Neighbours(Keys):
     """Keys that bound the difference of neighbours' K and K': `distance`, or `beta` and `lift`."""
 
     distance: PositiveSize | None = None
@@ -47,13 +47,12 @@ class Neighbours(Keys):
     """The bound on a row's L2 norm; with beta."""
 
     def neighbours(self) -> str:
-        """Describes the neighbours: the largest distance of their kernels, or of their rows."""
         if self.beta is None:
             return f"close, kernels at a distance ≤ {self.distance:g}"
         return f"close, a row moved by ≤ {self.beta:g}"
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Neighbours:
+    def _one_of_both(self) -> _Neighbours:
         if (self.beta is None) != (self.lift is None) or (self.distance is None) == (
             self.beta is None
         ):
@@ -79,46 +78,40 @@ class Neighbours(Keys):
 
     @property
     def method(self) -> str:
-        """The way δ is computed, in words."""
         worst = "worst eigenvalues" + (" at this distance" if self.beta is None else ", proven")
         return f"contour integral, {worst}"
 
 
-class GaussianSamplingCurve(Neighbours, ExactCurve):
+class _GaussianSamplingCurve(_Neighbours, ExactCurve):
     """Curve δ(ε) of a number of draws."""
 
     k: Count
     """Number of draws."""
-    variant: SamplingVariant = "exact"
+    variant: _SamplingVariant = "exact"
     """`paper`: the condition of DP-NTK regression's Lemma 5.4, for ε below 1; for ε only."""
 
     def details(self) -> dict[str, str]:
-        """Returns the `method` of the answers: exact, or the paper's lemma."""
         paper = "DP-NTK regression, Lemma 5.4 (for ε < 1)"
         return {"method": paper if self.variant == "paper" else self.method}
 
     def delta(self, epsilon: float) -> Answer:
-        """Computes the least δ for ε >= 0; a FedsimError for the variant `paper`."""
         if self.variant == "paper":
             raise FedsimError("variant: paper states ε only; ask for epsilon, or use variant=exact")
         return super().delta(epsilon)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """Computes log δ at each of `epsilons` >= 0, under the key `both`."""
         return {"both": wishart.log_delta_at(self.k, self.separation(), epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1), exact or as the paper bounds it."""
         if self.variant == "paper":
             return {"both": wishart.paper_epsilon(self.k, self.apart(), delta)}
         return {"both": wishart.epsilon(self.k, self.separation(), delta)}
 
 
-class GaussianSamplingCalibration(Neighbours, Calibration):
+class _GaussianSamplingCalibration(_Neighbours, Calibration):
     """Finds how many Gaussian vectors may be drawn from a private covariance at a given (ε, δ)."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Computes the largest number of draws k that is (ε, δ)-private, in field `draws`."""
         draws = wishart.max_draws(self.separation(), epsilon, delta)
         if draws == 0:
             raise FedsimError(
@@ -153,7 +146,7 @@ class SamplingRelease(CurveMechanism):
 
 
 @final
-class GaussianSamplingExperiment(Neighbours, Experiment):
+class _GaussianSamplingExperiment(_Neighbours, Experiment):
     """k draws of N(0, K) against k of N(0, K'), in the directions in which the two differ.
 
     Of beta and lift these are the two of the worst neighbours. Of a distance M it is one, in which
@@ -162,14 +155,14 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
     mean: 0.8 is k / 0.64 draws.
     """
 
-    claims = GaussianSamplingCurve
+    claims = _GaussianSamplingCurve
     k: Count
     """Number of draws."""
     distance: Annotated[float | None, Field(ge=1e-12, lt=1)] = None
     """M: Frobenius norm of K^½ K'⁻¹ K^½ - I, the largest over neighbours."""
 
     @model_validator(mode="after")
-    def _some_draws(self) -> GaussianSamplingExperiment:
+    def _some_draws(self) -> _GaussianSamplingExperiment:
         if self._drawn < 1:
             raise ValueError(
                 f"sabotage: {self.sabotage:g} leaves no draw of k = {self.k}; use at most "
@@ -182,7 +175,6 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
         return round(self.k / self.sabotage**2)
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases of K' if `present`, else of K; returns (draws,) log likelihood ratios."""
         count, apart = self._drawn, self.separation()
         up, down = apart[0] if isinstance(apart, np.ndarray) else (0.0, apart)
         ratio = np.zeros(draws)
@@ -197,6 +189,6 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
 class KnownGaussianSampling(KnownMechanism):
     """Gaussian sampling of a positive semidefinite matrix: the mean of k squares of N(0, K)."""
 
-    curve = GaussianSamplingCurve
-    calibration = GaussianSamplingCalibration
-    experiment = GaussianSamplingExperiment
+    curve = _GaussianSamplingCurve
+    calibration = _GaussianSamplingCalibration
+    experiment = _GaussianSamplingExperiment

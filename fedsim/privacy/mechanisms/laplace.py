@@ -122,7 +122,7 @@ def _positive(name: str, value: ArrayLike) -> Array:
     return require_range(name, value, np.finfo(float).tiny, _MOST, "a finite number above 0")
 
 
-class TruncatedLaplaceCurve(Sensitivity, ExactCurve):
+class _TruncatedLaplaceCurve(Sensitivity, ExactCurve):
     """Curve δ(ε) of truncated Laplace noise that is given."""
 
     formula: ClassVar[str] = "closed form (Geng et al. 2020)"
@@ -132,15 +132,12 @@ class TruncatedLaplaceCurve(Sensitivity, ExactCurve):
     """The largest magnitude of the noise, in the units of the release."""
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """Computes log δ at each of `epsilons` >= 0, under the key `both`."""
         return {"both": log_delta(self.sensitivity, self.scale, self.bound, epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1), under the key `both`."""
         return {"both": epsilon(self.sensitivity, self.scale, self.bound, delta)}
 
     def details(self) -> dict[str, float]:
-        """Returns `sigma`, `noise_multiplier` (sigma over the sensitivity), `scale` and `bound`."""
         deviation = std(self.scale, self.bound)
         return {
             "sigma": deviation,
@@ -150,11 +147,10 @@ class TruncatedLaplaceCurve(Sensitivity, ExactCurve):
         }
 
 
-class TruncatedLaplaceCalibration(Sensitivity, Calibration):
+class _TruncatedLaplaceCalibration(Sensitivity, Calibration):
     """Truncated Laplace noise on one number: its scale and bound."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Computes the noise that is (ε, δ)-private: scale sensitivity / ε with the least bound."""
         most = float(bound(self.sensitivity, epsilon, delta))
         if not math.isfinite(most):
             raise FedsimError(
@@ -162,16 +158,16 @@ class TruncatedLaplaceCalibration(Sensitivity, Calibration):
                 "use a larger delta or epsilon"
             )
         # What is found may lie beyond what may be asked.
-        return TruncatedLaplaceCurve.model_construct(
+        return _TruncatedLaplaceCurve.model_construct(
             sensitivity=self.sensitivity, scale=self.sensitivity / epsilon, bound=most
         ).delta(epsilon)
 
 
 @final
-class TruncatedLaplaceExperiment(Experiment):
+class _TruncatedLaplaceExperiment(Experiment):
     """A number that the row moves by `sensitivity`, behind truncated Laplace noise."""
 
-    claims = TruncatedLaplaceCurve
+    claims = _TruncatedLaplaceCurve
     sensitivity: PositiveSize = 1.0
     """Largest distance that one row moves the number."""
     scale: PositiveSize
@@ -180,7 +176,6 @@ class TruncatedLaplaceExperiment(Experiment):
     """The largest magnitude of the noise, in the units of the release."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases; returns (draws,) log likelihood ratios, some of them infinite."""
         scale, bound = self.sabotage * self.scale, self.sabotage * self.bound
         # The inverse distribution function of the truncated exponential, at a uniform share.
         size = -scale * np.log1p(np.expm1(-bound / scale) * rng.random(draws))
@@ -196,6 +191,6 @@ class TruncatedLaplaceExperiment(Experiment):
 class KnownTruncatedLaplace(KnownMechanism):
     """Truncated Laplace noise on one number."""
 
-    curve = TruncatedLaplaceCurve
-    calibration = TruncatedLaplaceCalibration
-    experiment = TruncatedLaplaceExperiment
+    curve = _TruncatedLaplaceCurve
+    calibration = _TruncatedLaplaceCalibration
+    experiment = _TruncatedLaplaceExperiment

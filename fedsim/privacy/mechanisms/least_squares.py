@@ -109,7 +109,7 @@ def _largest(
     at_one: float,
 ) -> Array:
     """Returns the largest of `function` over the directions; `at_one` is its value for q = 1."""
-    p, q, r, d, at = np.broadcast_arrays(*require_keys(p, q, r, d), argument)
+    p, q, r, d, at = np.broadcast_arrays(*_require_keys(p, q, r, d), argument)
     result = np.full(p.shape, at_one)
     inside = q < 1
     p, q, r, d, at = (x[inside] for x in (p, q, r, d, at))
@@ -119,7 +119,7 @@ def _largest(
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorstRow:
+class _WorstRow:
     """The most revealing row among those whose leverage in [B, b] is at most a bound.
 
     `p` is its leverage in B, `q` that in [B, b], and `log_delta` that of the worse `direction`.
@@ -133,7 +133,7 @@ class WorstRow:
 
 def worst(
     max_leverage: float, r: float, d: float, epsilon: float, max_residual: float = 1.0
-) -> WorstRow:
+) -> _WorstRow:
     """Finds the maximum of δ over 0 <= p <= q <= `max_leverage` > 0 and both directions.
 
     Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do). So the whole
@@ -152,7 +152,7 @@ def is_private(
 
 def _search(
     max_leverage: float, r: float, d: float, epsilon: float, rounds: int, max_residual: float = 1.0
-) -> WorstRow:
+) -> _WorstRow:
     """Computes `worst` with `rounds` refinements around the best points of the grid."""
 
     def leverages(points: Array) -> tuple[Array, Array]:
@@ -185,7 +185,7 @@ def _search(
         reach = reach / 2
     top = int(values.max(-1).argmax())
     p, q = leverages(best[:, top])
-    return WorstRow(
+    return _WorstRow(
         p=float(p),
         q=float(q),
         log_delta=float(values[top].max()),
@@ -269,7 +269,7 @@ def _crossing(
     return float(brentq(missing, low, high, xtol=tolerance, rtol=1e-14))
 
 
-def require_keys(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
+def _require_keys(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
     """Checks the keys of `log_delta`, and returns (p, q, r, d) broadcast together."""
     p, q, r, d = np.broadcast_arrays(
         require_range("p", p, 0.0, 1.0, "a leverage in [0, 1]"),
@@ -310,7 +310,7 @@ def _form(
 _METHOD = "contour integral (Lu et al., Theorem 4)"
 
 
-class Leverages(Keys):
+class _Leverages(Keys):
     """The keys that δ of least squares depends on."""
 
     p: float = Field(ge=0, le=1)
@@ -323,32 +323,29 @@ class Leverages(Keys):
     """Features: columns of B."""
 
     def neighbours(self) -> str:
-        """Describes the neighbours: a row is there or not, with these leverages."""
         return f"add or remove, leverages {self.p:g} and {self.q:g}"
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
-        require_keys(self.p, self.q, self.r, self.d)
+        _require_keys(self.p, self.q, self.r, self.d)
         return self
 
 
-class LeastSquaresCurve(Leverages, ExactCurve):
+class _LeastSquaresCurve(_Leverages, ExactCurve):
     """Curve δ(ε) of sketched least squares at given leverages."""
 
     formula: ClassVar[str] = _METHOD
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """Computes log δ at each of `epsilons` >= 0, by direction."""
         keys = (self.p, self.q, self.r, self.d, epsilons)
         return {way: log_delta(*keys, way) for way in WAYS}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1), by direction."""
         keys = (self.p, self.q, self.r, self.d, delta)
         return {way: float(epsilon(*keys, way)) for way in WAYS}
 
 
-class LeastSquaresCalibration(Calibration):
+class _LeastSquaresCalibration(Calibration):
     """The least noise of sketched least squares: σ of the rows σ I appended to [B, b]."""
 
     row_norm: PositiveSize
@@ -367,7 +364,6 @@ class LeastSquaresCalibration(Calibration):
     needed, since rows σ I may enlarge it."""
 
     def neighbours(self) -> str:
-        """Describes the neighbours: a row of bounded norm is there or not, and among whom."""
         among = ""
         if min(self.leverage, self.residual) < 1:
             among = (
@@ -376,7 +372,6 @@ class LeastSquaresCalibration(Calibration):
         return f"add or remove, norm ≤ {self.row_norm:g}{among}"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Computes the least σ that is (ε, δ)-private; 0 where the declared rows need none."""
         allowed: float | None = None
         way: Direction | None = None
         if min(self.leverage, self.residual) < 1:
@@ -449,7 +444,7 @@ def _epsilon(leverage: float, residual: float, r: int, d: int, delta: float) -> 
 
 
 @final
-class LeastSquaresExperiment(Leverages, Experiment):
+class _LeastSquaresExperiment(_Leverages, Experiment):
     """N(x, |e|² (B'B)⁻¹ / r) for least squares' solution x and residuals e, seen along one row.
 
     M is B'B with the row, and u the row's entries in B. In units in which the release with the row
@@ -457,14 +452,13 @@ class LeastSquaresExperiment(Leverages, Experiment):
     the other d - 1 directions. `sabotage` scales the regularization.
     """
 
-    claims = LeastSquaresCurve
+    claims = _LeastSquaresCurve
     p: Annotated[float, Field(ge=0, lt=1)]
     """Leverage of the row in B."""
     q: Annotated[float, Field(ge=0, lt=1)]
     """Leverage of the row in [B, b]; at least p."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns their (draws,) log likelihood ratios."""
         p, q = (
             regularize_leverage(self.p, self.sabotage),
             regularize_leverage(self.q, self.sabotage),
@@ -482,6 +476,6 @@ class LeastSquaresExperiment(Leverages, Experiment):
 class KnownLeastSquares(KnownMechanism):
     """Sketched least squares: a normal release around the solution."""
 
-    curve = LeastSquaresCurve
-    calibration = LeastSquaresCalibration
-    experiment = LeastSquaresExperiment
+    curve = _LeastSquaresCurve
+    calibration = _LeastSquaresCalibration
+    experiment = _LeastSquaresExperiment

@@ -253,7 +253,7 @@ def _positive(name: str, values: NDArray[Any]) -> NDArray[np.bool_]:
     return np.asarray(share >= _CERTAIN)
 
 
-class NormalCurve(ExactCurve):
+class _NormalCurve(ExactCurve):
     """Curve δ(ε) of the pair of distributions in a file."""
 
     formula: ClassVar[str] = "contour integral (Lu et al., Theorem 1)"
@@ -270,27 +270,22 @@ class NormalCurve(ExactCurve):
     """Seed of `monte_carlo`'s draws."""
 
     def neighbours(self) -> str:
-        """Describes the neighbours: the file's two distributions."""
         return "the two distributions"
 
     def delta(self, epsilon: float) -> Answer:
-        """Computes δ at ε >= 0, exactly or by Monte Carlo with an interval."""
         if self.method == "monte_carlo":
             return self._estimate(epsilon)
         return super().delta(epsilon)
 
     def epsilon(self, delta: float) -> Answer:
-        """Computes the least ε >= 0 for δ in (0, 1); a FedsimError by `monte_carlo`."""
         if self.method == "monte_carlo":
             raise FedsimError("method: monte_carlo estimates δ only; use method=exact for ε")
         return super().epsilon(delta)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """Computes log δ of the first distribution against the second, and of the `reverse`."""
         return {way: pair.log_delta(epsilons) for way, pair in self._pairs().items()}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1), by direction as in `log_deltas`."""
         return {way: float(pair.epsilon(delta)) for way, pair in self._pairs().items()}
 
     def _pairs(self) -> dict[Direction, NormalPair]:
@@ -342,4 +337,4 @@ def _read(path: Path) -> dict[str, Any]:
 class KnownNormal(KnownMechanism):
     """Any two normal distributions, one for each neighbour."""
 
-    curve = NormalCurve
+    curve = _NormalCurve

@@ -268,7 +268,7 @@ def _lower_integral(p: Array, a: Array, y: Array) -> Array:
 _METHOD = "closed form (Lu et al., Theorem 2)"
 
 
-class RandomProjectionCurve(ExactCurve):
+class _RandomProjectionCurve(ExactCurve):
     """Curve δ(ε) of a projection at a given leverage."""
 
     formula: ClassVar[str] = _METHOD
@@ -278,23 +278,19 @@ class RandomProjectionCurve(ExactCurve):
     """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
 
     def neighbours(self) -> str:
-        """Describes the neighbours: a row of bounded leverage is there or not."""
         return f"add or remove, leverage ≤ {self.leverage:g}"
 
     def delta(self, epsilon: float) -> Answer:
-        """Computes the least δ for ε >= 0; the larger direction is known to be `forward`."""
         return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)), "forward")
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """Computes log δ at each of `epsilons` >= 0, by direction."""
         return {way: log_delta(self.leverage, self.r, epsilons, way) for way in WAYS}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1), of the larger direction, `forward`, alone."""
         return {"forward": float(epsilon(self.leverage, self.r, delta))}
 
 
-class RandomProjectionCalibration(Calibration):
+class _RandomProjectionCalibration(Calibration):
     """The least noise of Gaussian random projection: σ of D'G + N."""
 
     row_norm: PositiveSize
@@ -305,11 +301,9 @@ class RandomProjectionCalibration(Calibration):
     """`tight`: l sqrt(1/s - 1) at the largest leverage s allowed; `paper`: l sqrt(1/s)."""
 
     def neighbours(self) -> str:
-        """Describes the neighbours: a row of bounded norm is there or not."""
         return f"add or remove, norm ≤ {self.row_norm:g}"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Computes the least σ that is (ε, δ)-private."""
         found = float(sigma(self.row_norm, self.r, epsilon, delta, self.variant))
         return Answer(
             epsilon=epsilon,
@@ -351,7 +345,7 @@ class ProjectionRelease(ExactMechanism):
 
 
 @final
-class RandomProjectionExperiment(Experiment):
+class _RandomProjectionExperiment(Experiment):
     """r random combinations of a regularized database's rows, seen along the row v that is doubted.
 
     Of A' G the r columns are N(0, A'A); along M⁻¹v, M = A'A with the row, they have variance p with
@@ -359,14 +353,13 @@ class RandomProjectionExperiment(Experiment):
     against it.
     """
 
-    claims = RandomProjectionCurve
+    claims = _RandomProjectionCurve
     leverage: Annotated[float, Field(ge=0, lt=1)]
     """p = v' M⁻¹ v: leverage of the row in the regularized database that holds it."""
     r: Count
     """Number of random combinations released."""
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
-        """Draws releases, and returns their (draws,) log likelihood ratios."""
         p = regularize_leverage(self.leverage, self.sabotage)
         variance = p if present else p * (1 - p)
         squares = variance * rng.chisquare(self.r, draws)
@@ -376,6 +369,6 @@ class RandomProjectionExperiment(Experiment):
 class KnownRandomProjection(KnownMechanism):
     """Gaussian random projection of a matrix: the release of D'G, alone or with noise."""
 
-    curve = RandomProjectionCurve
-    calibration = RandomProjectionCalibration
-    experiment = RandomProjectionExperiment
+    curve = _RandomProjectionCurve
+    calibration = _RandomProjectionCalibration
+    experiment = _RandomProjectionExperiment

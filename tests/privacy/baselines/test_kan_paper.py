@@ -15,7 +15,7 @@ from scipy.stats import beta, norm
 from fedsim.privacy import baselines
 from fedsim.privacy.composition import correlated
 from fedsim.privacy.contract import Answer
-from fedsim.privacy.dp_sgd import DPSGDCurve
+from fedsim.privacy.dp_sgd import _DPSGDCurve
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError
@@ -155,14 +155,14 @@ def test_theorem_5_4_is_false_of_short_runs() -> None:
 def test_its_variant_states_no_less_than_the_ledger_proves() -> None:
     def stated(variant: str, rounds: int, batch_size: int, noise: float) -> Answer:
         keys = {"examples": 10_000, "rounds": rounds, "batch_size": batch_size, "variant": variant}
-        return DPSGDCurve.model_validate({**keys, "noise_multiplier": noise}).epsilon(1e-5)
+        return _DPSGDCurve.model_validate({**keys, "noise_multiplier": noise}).epsilon(1e-5)
 
     long, short = ((1000, 100, 8.0), (1, 100, 0.2))
     assert stated("paper", *long).method == baselines.KAN_INDEPENDENT_METHOD
     assert stated("paper", *long).epsilon > stated("exact", *long).epsilon
     assert stated("paper", *short).epsilon == stated("exact", *short).epsilon > 2
     with pytest.raises(ValidationError, match="without_replacement"):
-        DPSGDCurve.model_validate(
+        _DPSGDCurve.model_validate(
             {
                 "examples": 100,
                 "rounds": 1,

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from scipy.stats import binom, norm
 
 from fedsim.privacy.composition import correlated
-from fedsim.privacy.composition.correlated import grid, squared_norms
+from fedsim.privacy.composition.correlated import _squared_norms, grid
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCalibration, CorrelatedCurve
 
 LAMBDAS = [0.0, 0.3, 0.7, 0.95]
@@ -52,7 +52,7 @@ def test_the_norms_are_those_of_all_participations_rounded_up(
     every = np.array(list(itertools.product([0, 1], repeat=steps)))
     weight = np.prod(np.where(every == 1, rate, 1 - rate), axis=1)
     exact = ((every @ encoder(steps, correlation).T) ** 2).sum(axis=1)
-    values, weights, rest = squared_norms(steps, rate, correlation)
+    values, weights, rest = _squared_norms(steps, rate, correlation)
     assert weights.sum() + rest == pytest.approx(1, abs=1e-9)
     assert rest <= 1e-12
     for bound in np.quantile(exact, [0.0, 0.1, 0.5, 0.9]) + 1e-6:

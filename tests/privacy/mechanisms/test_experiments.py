@@ -10,35 +10,29 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import kstest, multivariate_normal
 
+from fedsim.privacy import calculator
 from fedsim.privacy.contract import Experiment
-from fedsim.privacy.mechanisms.correlated_gaussian import (
-    CorrelatedExperiment,
-    PoissonGaussianExperiment,
-)
-from fedsim.privacy.mechanisms.gaussian import GaussianExperiment
-from fedsim.privacy.mechanisms.gaussian_sampling import GaussianSamplingExperiment
-from fedsim.privacy.mechanisms.laplace import TruncatedLaplaceExperiment
-from fedsim.privacy.mechanisms.least_squares import LeastSquaresExperiment
-from fedsim.privacy.mechanisms.projection import RandomProjectionExperiment
 
 Floats = NDArray[np.float64]
 
 
-def correlated(sampling: str, **keys: Any) -> CorrelatedExperiment:
-    given = {"steps": 4, "sampling_rate": 0.5, "correlation": 0.6, "noise_multiplier": 2.0}
-    return CorrelatedExperiment.model_validate({**given, "sampling": sampling, **keys})
+def make(mechanism: str, **keys: Any) -> Experiment:
+    made = calculator.make(mechanism, "experiment", keys)
+    assert isinstance(made, Experiment)
+    return made
 
 
-EXPERIMENTS: list[Experiment] = [
-    GaussianExperiment(sensitivity=2.0, sigma=3.0),
-    RandomProjectionExperiment(leverage=0.3, r=5),
-    GaussianSamplingExperiment(k=20, distance=0.2),
-    GaussianSamplingExperiment(k=20, beta=0.1, lift=1.0),
-    LeastSquaresExperiment(p=0.1, q=0.25, r=30, d=4),
-    LeastSquaresExperiment(p=0.0, q=0.2, r=30, d=1),
-    PoissonGaussianExperiment(steps=5, sampling_rate=0.3, noise_multiplier=1.5),
+STEPS = {"steps": 4, "sampling_rate": 0.5, "correlation": 0.6, "noise_multiplier": 2.0}
+EXPERIMENTS = [
+    make("gaussian", sensitivity=2.0, sigma=3.0),
+    make("random_projection", leverage=0.3, r=5),
+    make("gaussian_sampling", k=20, distance=0.2),
+    make("gaussian_sampling", k=20, beta=0.1, lift=1.0),
+    make("least_squares", p=0.1, q=0.25, r=30, d=4),
+    make("least_squares", p=0.0, q=0.2, r=30, d=1),
+    make("poisson_gaussian", steps=5, sampling_rate=0.3, noise_multiplier=1.5),
     *(
-        correlated(sampling)
+        make("correlated_gaussian", **STEPS, sampling=sampling)
         for sampling in ("full", "single_epoch", "poisson", "balls_in_bins", "fixed_size")
     ),
 ]
@@ -62,7 +56,7 @@ def test_the_score_is_the_likelihood_ratio_of_what_is_drawn(
 @pytest.mark.parametrize("sabotage", [1.0, 0.8])
 def test_truncated_laplace_is_the_likelihood_ratio_where_both_can_be(sabotage: float) -> None:
     bound = math.log1p(math.expm1(1.0) / (2 * 0.05))  # where δ is 0.05
-    experiment = TruncatedLaplaceExperiment(scale=1.0, bound=bound, sabotage=sabotage)
+    experiment = make("truncated_laplace", scale=1.0, bound=bound, sabotage=sabotage)
     absent = experiment.scores(False, 400_000, np.random.default_rng(1))
     present = experiment.scores(True, 400_000, np.random.default_rng(2))
     assert np.isneginf(absent).any() and not np.isposinf(absent).any()
@@ -90,7 +84,7 @@ def test_least_squares_of_a_whole_matrix_has_the_score_that_is_drawn() -> None:
 
     laws = [multivariate_normal(*law(data)) for data in (rows[:-1], rows)]
     p, q = leverage(rows[:, :d]), leverage(rows)
-    experiment = LeastSquaresExperiment(p=p, q=q, r=r, d=d)
+    experiment = make("least_squares", p=p, q=q, r=r, d=d)
     for present in (False, True):
         released = laws[present].rvs(2000, random_state=np.random.default_rng(7))
         ratios = laws[1].logpdf(released) - laws[0].logpdf(released)

@@ -124,7 +124,7 @@ def test_the_worst_row_of_little_residual_is_not_beaten_by_any_other() -> None:
 @pytest.mark.slow
 def test_a_declared_residual_makes_noise_needless_and_else_counts_for_nothing() -> None:
     keys = {"row_norm": 1.5, "r": 300, "d": 12, "leverage": 0.02}
-    calibrate = least_squares.LeastSquaresCalibration.model_validate
+    calibrate = least_squares._LeastSquaresCalibration.model_validate
     bare = calibrate({**keys, "residual": 0.001})
     assert bare.calibrate(1.0, 1e-3).sigma == 0.0
     assert "no DP" in bare.neighbours()
