@@ -49,7 +49,7 @@ def test_the_tight_noise_is_enough_for_the_worst_row_and_no_more() -> None:
     defense = LeastSquaresMechanism(epsilon=1.0, delta=DELTA)
     assert mechanism(defense, NORMAL).epsilon(DELTA, 1) == pytest.approx(1.0, rel=1e-5)
     most = bound(defense.sigma(NORMAL), NORMAL.row_norm, 1.0)
-    worst = least_squares.worst(most, 30, 2, 1.0)
+    worst = least_squares._worst(most, 30, 2, 1.0)
     assert 0 <= worst.p <= worst.q <= most
     assert worst.log_delta == pytest.approx(math.log(DELTA), rel=1e-5)
 

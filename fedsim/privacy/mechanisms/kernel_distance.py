@@ -35,8 +35,7 @@ import math
 
 import numpy as np
 
-from fedsim.privacy.numerics.special import Array
-from fedsim.types import FedsimError
+from fedsim.privacy.numerics.special import Array, require_positive
 
 _PIECES = 128
 """Number of pieces of each part of the curve of assumed eigenvalues."""
@@ -46,11 +45,10 @@ def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> f
     """Computes r = 2 sqrt(s) B β, the largest L2 distance that φ moves.
 
     `beta` is β > 0, the largest L2 distance that the row moves. `gain` is s > 0, the largest
-    eigenvalue of S (σ² for the continuous kernel). `row_norm` is B > 0, the bound on a row's L2
-    norm.
+    eigenvalue of S (σ² for the continuous kernel). `row_norm` is B > 0.
     """
     for name, value in (("beta", beta), ("gain", gain), ("row_norm", row_norm)):
-        _positive(name, value)
+        require_positive(name, value)
     # Two rows within the bound are never farther apart than twice it.
     return 2 * math.sqrt(gain) * row_norm * min(beta, 2 * row_norm)
 
@@ -58,7 +56,11 @@ def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> f
 def lift_distance(beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
     """Computes the largest distance M of neighbours for K + γ I, whatever the rows are.
 
-    `lift` is γ > 0, and the other arguments are those of `feature_shift`.
+    Args:
+        beta: β > 0, the largest L2 distance that a row moves.
+        lift: γ > 0.
+        gain: largest eigenvalue of S.
+        row_norm: bound on a row's L2 norm.
 
     >>> round(lift_distance(0.01, 4.0), 6)
     0.014142
@@ -72,13 +74,20 @@ def eigenvalues_under_lift(
 ) -> Array:
     """Computes (1, 2) the largest λ+ = exp(s) - 1 and λ- = 1 - exp(-s) for K + γ I and any rows.
 
-    `lift` is γ > 0, and the other arguments are those of `feature_shift`. s is the module's 2
-    arsinh(a / 2) with a = r / sqrt(γ).
+    That s is 2 arsinh(a / 2), a the `feature_shift` over sqrt(γ).
+
+    Args:
+        beta: β > 0, the largest L2 distance that a row moves.
+        lift: γ > 0.
+        gain: largest eigenvalue of S.
+        row_norm: bound on a row's L2 norm.
 
     >>> eigenvalues_under_lift(0.1, 4.0).round(5)  # a = 0.1
     array([[0.10512, 0.09512]])
     """
-    a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("lift", lift))
+    a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(
+        require_positive("lift", lift)
+    )
     s = 2 * math.asinh(a / 2)
     # expm1 keeps the digits of a small move, which exp(s) - 1 would lose.
     return np.array([[math.expm1(s), -math.expm1(-s)]])
@@ -89,10 +98,17 @@ def eigenvalues_above_floor(
 ) -> Array:
     """Computes (n, 2) bounds of (λ+, λ-) if the neighbour's matrix has no eigenvalue below `least`.
 
-    `least` is η > 0, and the other arguments are those of `feature_shift`. Both eigenvalues of any
-    two neighbours are within the bounds of one of the n rows.
+    Both eigenvalues of any two neighbours are within the bounds of one of the n rows.
+
+    Args:
+        beta: β > 0, the largest L2 distance that a row moves.
+        least: η > 0.
+        gain: largest eigenvalue of S.
+        row_norm: bound on a row's L2 norm.
     """
-    a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
+    a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(
+        require_positive("least", least)
+    )
     # The rows bound pieces of a curve on which for each T the product D is the largest: it is
     # a² - q² with q = u'w = a sin(t), and τ = 0 or a². Even steps of t are dense where D falls.
     q: Array = a * np.sin(np.linspace(0, math.pi / 2, _PIECES + 1))
@@ -119,9 +135,3 @@ def _corners(least: Array, most: Array, product: Array) -> Array:
         ],
         axis=-1,
     )
-
-
-def _positive(name: str, value: float) -> float:
-    if not 0 < value < math.inf:
-        raise FedsimError(f"{name}: got {value:g}; expected a finite number above 0")
-    return value

@@ -29,10 +29,14 @@ from fedsim.privacy.contract import (
     PositiveSize,
     Sensitivity,
 )
-from fedsim.privacy.numerics.special import Array, require_delta, require_epsilon, require_range
+from fedsim.privacy.numerics.special import (
+    Array,
+    require_delta,
+    require_epsilon,
+    require_positive,
+    require_range,
+)
 from fedsim.types import FedsimError
-
-_MOST = np.finfo(float).max
 
 
 def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
@@ -44,27 +48,35 @@ def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array
     >>> float(bound(1.0, 1.0, 1e-5).round(4))
     11.3611
     """
-    tiny = np.finfo(float).tiny
-    eps = require_range("epsilon", epsilon, tiny, _MOST, "a number above 0")
+    kind = np.finfo(float)
+    eps = require_range("epsilon", epsilon, kind.tiny, kind.max, "a number above 0")
     with np.errstate(over="ignore"):
         # log1p(expm1(ε) / 2δ) = ε + log(exp(-ε) + (1 - exp(-ε)) / 2δ), finite for any ε
         parts = np.log(np.exp(-eps) - np.expm1(-eps) / (2 * require_delta(delta)))
         small = np.log1p(np.expm1(np.minimum(eps, 1.0)) / (2 * require_delta(delta)))
-    return _positive("sensitivity", sensitivity) / eps * np.where(eps < 1, small, eps + parts)
+    return (
+        require_positive("sensitivity", sensitivity) / eps * np.where(eps < 1, small, eps + parts)
+    )
 
 
 def log_delta(
     sensitivity: ArrayLike, scale: ArrayLike, bound: ArrayLike, epsilon: ArrayLike
 ) -> Array:
-    """Computes log δ at ε of one number behind noise of a scale b within ± `bound`.
+    """Computes log δ at ε of one number behind truncated Laplace noise, alike in both directions.
 
-    Both directions are alike. `sensitivity` is the largest distance between the values of two
-    neighbours; where it is at least twice the bound, the result is 0. The arguments broadcast.
+    The arguments broadcast, and all but `epsilon` are in the same units.
+
+    Args:
+        sensitivity: largest distance of neighbours' values; from twice the bound on, the result
+            is 0.
+        scale: b of the noise's density exp(-|x| / b).
+        bound: largest magnitude of the noise.
+        epsilon: at least 0.
     """
     gap, b, most, eps = np.broadcast_arrays(
-        _positive("sensitivity", sensitivity),
-        _positive("scale", scale),
-        _positive("bound", bound),
+        require_positive("sensitivity", sensitivity),
+        require_positive("scale", scale),
+        require_positive("bound", bound),
         require_epsilon(epsilon),
     )
     ratio, reach = gap / b, most / b
@@ -88,7 +100,11 @@ def log_delta(
 def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> float:
     """Computes the least ε >= 0 at which δ is at most `delta`; inf if the bound rules it out.
 
-    The other arguments are those of `log_delta`.
+    Args:
+        sensitivity: largest distance of neighbours' values, in the units of the noise.
+        scale: b of the noise's density exp(-|x| / b).
+        bound: largest magnitude of the noise.
+        delta: in (0, 1).
     """
     from scipy.optimize import brentq
 
@@ -116,10 +132,6 @@ def std(scale: float, bound: float) -> float:
     # E[x²] of a truncated exponential is Γ(3) = 2 times the regularized gammainc(3), over its mass.
     reach = bound / scale
     return scale * math.sqrt(2 * float(gammainc(3.0, reach)) / -math.expm1(-reach))
-
-
-def _positive(name: str, value: ArrayLike) -> Array:
-    return require_range(name, value, np.finfo(float).tiny, _MOST, "a finite number above 0")
 
 
 class _TruncatedLaplaceCurve(Sensitivity, ExactCurve):

@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike
 from fedsim.contracts.guarantee import CurveMechanism
 from fedsim.privacy.mechanisms import laplace
 from fedsim.privacy.numerics import gaussian
-from fedsim.privacy.numerics.special import Array, require_epsilon, require_range
+from fedsim.privacy.numerics.special import Array, require_epsilon, require_positive, require_range
 from fedsim.types import FedsimError
 
 ScaleChoice = Literal["tight", "paper"]
@@ -44,15 +44,10 @@ _UP = 1 + 1e-12
 """Factor on a scale found for an ε, so that rounding does not lift the stated ε above it."""
 
 
-def outside(distance: float, scale: float, bound: float, dimension: int) -> float:
-    """Bounds δ∞, the probability that some entry's noise tells neighbours apart for sure.
-
-    The arguments are those of `log_delta`.
-    """
+def _outside(distance: float, scale: float, bound: float, dimension: int) -> float:
+    """Bounds δ∞, the probability that some entry's noise tells neighbours apart for sure."""
     for name, value in (("distance", distance), ("scale", scale), ("bound", bound)):
-        require_range(
-            name, value, np.finfo(float).tiny, np.finfo(float).max, "a finite number above 0"
-        )
+        require_positive(name, value)
     if dimension < 1:
         raise FedsimError(f"dimension: got {dimension}; expected at least 1")
     with np.errstate(over="ignore"):
@@ -63,15 +58,19 @@ def outside(distance: float, scale: float, bound: float, dimension: int) -> floa
 def log_delta(
     distance: float, scale: float, bound: float, dimension: int, epsilon: ArrayLike
 ) -> Array:
-    """Computes log of the least δ proven at each ε >= 0, the same in both directions.
+    """Computes log of the least δ proven, in the shape of `epsilon` and alike in both directions.
 
-    `distance` is β, the L2 distance of neighbours' vectors of `dimension` d entries. `scale` b and
-    `bound` B of each entry's noise are in its units.
+    Args:
+        distance: β, the L2 distance of neighbours' vectors.
+        scale: b of each entry's noise, in the units of β.
+        bound: B, the largest magnitude of each entry's noise.
+        dimension: d, the number of entries.
+        epsilon: at least 0.
 
     >>> float(np.exp(log_delta(1.0, 10.0, 200.0, 100, 0.5)).round(6))
     1e-06
     """
-    lost = outside(distance, scale, bound, dimension)
+    lost = _outside(distance, scale, bound, dimension)
     t = distance / scale
     eps = require_epsilon(epsilon)
     spread = np.exp(gaussian.log_delta(1 / (_GAUSSIAN * t), eps))
@@ -108,9 +107,13 @@ def calibrate_noise(
 ) -> tuple[float, float]:
     """Finds (scale, bound) of the noise on each entry that makes the vector (ε, δ)-private.
 
-    `distance` is β, the largest L2 distance of neighbours' vectors of `dimension` d entries. The
-    `calibration` `tight` finds the least scale that is proven to be enough. `paper` takes the scale
-    sqrt(d) β / ε, and the bound of one number with that sensitivity.
+    Args:
+        distance: β, the largest L2 distance of neighbours' vectors.
+        dimension: d, the number of entries.
+        epsilon: above 0.
+        delta: in (0, 1).
+        calibration: `tight` finds the least scale that is proven to be enough; `paper` takes
+            sqrt(d) β / ε, and the bound of one number with the sensitivity sqrt(d) β.
     """
     require_range("delta", delta, np.finfo(float).tiny, 1.0, "a probability in (0, 1)")
     wide = math.sqrt(dimension) * distance

@@ -93,7 +93,13 @@ def epsilon(
 ) -> Array:
     """Computes the least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1.
 
-    The other arguments are those of `log_delta`.
+    Args:
+        p: as of `log_delta`, like the next three; all broadcast.
+        q: leverage of the row in [B, b].
+        r: rows of the sketch.
+        d: features.
+        delta: in (0, 1).
+        direction: as of `log_delta`.
     """
     return _largest(quadratic.epsilon, p, q, r, d, require_delta(delta), direction, math.inf)
 
@@ -131,29 +137,17 @@ class _WorstRow:
     direction: Direction
 
 
-def worst(
-    max_leverage: float, r: float, d: float, epsilon: float, max_residual: float = 1.0
+def _worst(
+    max_leverage: float,
+    r: float,
+    d: float,
+    epsilon: float,
+    max_residual: float = 1.0,
+    rounds: int = _ROUNDS,
 ) -> _WorstRow:
-    """Finds the maximum of δ over 0 <= p <= q <= `max_leverage` > 0 and both directions.
-
-    Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do). So the whole
-    set is searched: on a grid, and then around its best points. `max_residual` is the largest q -
-    p, a row's share of the squared residuals; r, d and ε are those of `log_delta`.
-    """
-    return _search(max_leverage, r, d, epsilon, _ROUNDS, max_residual)
-
-
-def is_private(
-    leverage: float, residual: float, r: float, d: float, epsilon: float, delta: float
-) -> bool:
-    """Whether every row of at most that q (`leverage`) and q - p (`residual`) is (ε, δ)-private."""
-    return worst(leverage, r, d, epsilon, residual).log_delta <= math.log(delta)
-
-
-def _search(
-    max_leverage: float, r: float, d: float, epsilon: float, rounds: int, max_residual: float = 1.0
-) -> _WorstRow:
-    """Computes `worst` with `rounds` refinements around the best points of the grid."""
+    """Finds the row of q <= `max_leverage` and q - p <= `max_residual` with the largest δ."""
+    # Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do). So the whole
+    # set is searched: on a grid, and then, `rounds` times, around its best points.
 
     def leverages(points: Array) -> tuple[Array, Array]:
         q = max_leverage * points[1]
@@ -193,14 +187,38 @@ def _search(
     )
 
 
+def is_private(
+    leverage: float, residual: float, r: float, d: float, epsilon: float, delta: float
+) -> bool:
+    """Returns whether every row of at most that leverage and residual is (ε, δ)-private.
+
+    Args:
+        leverage: largest leverage q of a row in [B, b], in (0, 1].
+        residual: largest share q - p of a row in the squared residuals, in (0, 1].
+        r: rows of the sketch that the release stands for.
+        d: features.
+        epsilon: at least 0.
+        delta: in (0, 1).
+    """
+    return _worst(leverage, r, d, epsilon, residual).log_delta <= math.log(delta)
+
+
 def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
     """Finds the largest bound on q at which every row's δ is at most `delta`.
 
-    `r` and `d` are those of `log_delta`. A bound below 1e-50 is a FedsimError.
+    Args:
+        epsilon: at least 0.
+        delta: in (0, 1).
+        r: rows of the sketch that the release stands for.
+        d: features.
+
+    Raises:
+        FedsimError: the bound is below 1e-50.
     """
 
     def log_worst(odds: float, rounds: int = _ROUNDS) -> float:
-        return _search(float(1 / (1 + np.exp(-odds))), r, d, epsilon, rounds).log_delta
+        bound = float(1 / (1 + np.exp(-odds)))
+        return _worst(bound, r, d, epsilon, rounds=rounds).log_delta
 
     # The grid alone finds where to look: it is hardly below the maximum.
     rough = _crossing(lambda odds: log_worst(odds, 0), _LOWEST, 36.0, delta, tolerance=1e-2)
@@ -221,10 +239,15 @@ def sigma(
 ) -> float:
     """Finds σ of the rows σ I appended to [B, b] that makes the release (ε, δ)-private.
 
-    A row of norm up to l = `row_norm` has leverages 0 <= p <= q <= l² / (l² + σ²). A database of
-    that one row attains all of these. The variant `tight` bounds δ over all of them. `paper`
-    (Figure 4) takes p = l² / σ² and q = 2 l² / σ², which no row can have. `r` and `d` are as of
-    `log_delta`.
+    Args:
+        row_norm: l, the largest L2 norm of a row of [B, b]; σ is in its units.
+        r: rows of the sketch that the release stands for.
+        d: features.
+        epsilon: at least 0.
+        delta: in (0, 1).
+        variant: `tight` bounds δ over all leverages 0 <= p <= q <= l² / (l² + σ²), which a database
+            of that one row attains; `paper` (Figure 4) takes p = l² / σ² and q = 2 l² / σ², which
+            no row can have.
 
     Raises:
         FedsimError: an argument is out of range, or needs a leverage below 1e-50.
@@ -232,17 +255,13 @@ def sigma(
     norm = float(require_range("row_norm", row_norm, 0.0, _MANY, "a norm of at least 0"))
     if variant == "tight":
         return float(norm * np.sqrt(1 / max_leverage(epsilon, delta, r, d) - 1))
-    return float(norm * np.sqrt(1 / _corner(epsilon, delta, r, d)))
-
-
-def _corner(epsilon: float, delta: float, r: float, d: float) -> float:
-    """Finds the largest p at which δ of leverages (p, 2 p) is at most `delta`."""
 
     def log_corner(log_p: float) -> float:
         p = float(np.exp(log_p))
         return float(log_delta(p, 2 * p, r, d, epsilon))
 
-    return float(np.exp(_crossing(log_corner, _LOWEST, float(np.log(0.5)), delta)))
+    corner = float(np.exp(_crossing(log_corner, _LOWEST, float(np.log(0.5)), delta)))
+    return float(norm * np.sqrt(1 / corner))
 
 
 def _crossing(
@@ -392,7 +411,7 @@ class _LeastSquaresCalibration(Calibration):
             # `paper` noise assumes leverages that no row has: there is no largest one to state.
             if self.variant == "tight":
                 allowed = self.row_norm**2 / (self.row_norm**2 + found**2)
-                way = worst(allowed, self.r, self.d, epsilon).direction
+                way = _worst(allowed, self.r, self.d, epsilon).direction
         return Answer(
             epsilon=epsilon,
             delta=delta,
@@ -433,7 +452,7 @@ def _epsilon(leverage: float, residual: float, r: int, d: int, delta: float) -> 
     if leverage >= 1:
         return math.inf
     found = least_epsilon(
-        lambda at: worst(leverage, r, d, at, residual).log_delta,
+        lambda at: _worst(leverage, r, d, at, residual).log_delta,
         math.log(delta),
         xtol=1e-9,
         rtol=1e-12,

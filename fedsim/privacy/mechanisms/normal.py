@@ -14,7 +14,7 @@ from pydantic import Field
 
 from fedsim.privacy.contract import WAYS, Answer, Direction, ExactCurve, KnownMechanism
 from fedsim.privacy.numerics import quadratic
-from fedsim.privacy.numerics.special import Array, require_delta, require_epsilon, require_range
+from fedsim.privacy.numerics.special import Array, require_delta, require_epsilon
 from fedsim.system import paths
 from fedsim.types import FedsimError
 from fedsim.words import number_of
@@ -89,9 +89,14 @@ class NormalPair:
 def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -> NormalPair:
     """Compares N(mean1, cov1) with N(mean2, cov2), as a log-likelihood ratio.
 
-    Means are (d,), and covariances are (d, d), symmetric and positive semidefinite. Directions in
-    which neither varies are left out, if the means agree there. Where only one distribution varies
-    in a direction, the supports differ.
+    Directions in which neither varies are left out, if the means agree there. Where only one
+    distribution varies in a direction, the supports differ.
+
+    Args:
+        mean1: (d,) mean of the first distribution.
+        cov1: (d, d) covariance of the first, symmetric and positive semidefinite.
+        mean2: (d,) mean of the second.
+        cov2: (d, d) covariance of the second.
 
     Raises:
         FedsimError: a shape does not fit, a number is not finite, a covariance is not symmetric or
@@ -146,51 +151,25 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
     return NormalPair(a, rest, shift)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MonteCarloDelta:
-    """A Monte-Carlo estimate of δ with an interval that holds at `confidence`."""
-
-    delta: float
-    interval: tuple[float, float]
-    """Contains δ with probability at least `confidence`."""
-    confidence: float
-    draws: int
-
-
-def estimate(
+def _estimate(
     pair: NormalPair, epsilon: float, *, error: float, confidence: float, rng: np.random.Generator
-) -> MonteCarloDelta:
-    """Estimates δ as the paper does: the mean of (1 - exp(ε - L))+ over log(2 / γ) / (2 α²) draws.
-
-    L is log N1(x) / N2(x) at draws x of N1, the first distribution of `pair`. By Hoeffding's
-    inequality the estimate is within α = `error` of δ with probability 1 - γ = `confidence`.
-
-    Raises:
-        FedsimError: `error` or `confidence` is not in (0, 1), or that takes more than 10^9 draws.
-    """
-    for name, value in (("error", error), ("confidence", confidence)):
-        require_range(name, value, 1e-300, np.nextafter(1.0, 0.0), "a number in (0, 1)")
-    eps = float(require_epsilon(epsilon))
+) -> tuple[float, int]:
+    """Returns (δ, draws): an estimate within `error` of δ with probability `confidence`."""
+    # The mean of (1 - exp(ε - L))+, L = log N1(x) / N2(x) at draws x of N1. By Hoeffding's
+    # inequality it takes log(2 / γ) / (2 α²) draws, α the error and 1 - γ the confidence.
     draws = math.ceil(math.log(2 / (1 - confidence)) / (2 * error**2))
     if draws > 10**9:
         raise FedsimError(f"error: {error:g} takes {number_of(draws, 'draw')}; use a larger one")
     if pair.apart:
-        mean = 1.0
-    else:
-        total, done, size = 0.0, 0, max(1, (1 << 22) // len(pair.a))
-        while done < draws:
-            part = min(size, draws - done)
-            ratio = pair.log_ratio(rng.standard_normal((part, len(pair.a))))
-            # (1 - exp(ε - L))+ is 1 - exp(min(ε - L, 0)).
-            total += float(-np.expm1(np.minimum(eps - ratio, 0.0)).sum())
-            done += part
-        mean = total / draws
-    return MonteCarloDelta(
-        delta=mean,
-        interval=(max(0.0, mean - error), min(1.0, mean + error)),
-        confidence=confidence,
-        draws=draws,
-    )
+        return 1.0, draws
+    total, done, size = 0.0, 0, max(1, (1 << 22) // len(pair.a))
+    while done < draws:
+        part = min(size, draws - done)
+        ratio = pair.log_ratio(rng.standard_normal((part, len(pair.a))))
+        # (1 - exp(ε - L))+ is 1 - exp(min(ε - L, 0)).
+        total += float(-np.expm1(np.minimum(epsilon - ratio, 0.0)).sum())
+        done += part
+    return total / draws, draws
 
 
 def _apart() -> NormalPair:
@@ -298,19 +277,19 @@ class _NormalCurve(ExactCurve):
         # Either direction may fail: each gets half of what the confidence leaves.
         keys = {"error": self.error, "confidence": (1 + self.confidence) / 2}
         rng = np.random.default_rng(self.seed)
-        found = {way: estimate(each, epsilon, rng=rng, **keys) for way, each in pairs.items()}
-        way = max(found, key=lambda each: found[each].delta)
-        best = found[way]
+        found = {way: _estimate(each, epsilon, rng=rng, **keys) for way, each in pairs.items()}
+        way = max(found, key=lambda each: found[each][0])
+        delta, draws = found[way]
         with np.errstate(divide="ignore"):
-            log_delta = float(np.log(best.delta))
+            log_delta = float(np.log(delta))
         return Answer(
             epsilon=epsilon,
-            delta=best.delta,
+            delta=delta,
             log_delta=log_delta,
             method="Monte-Carlo with Hoeffding's bound, "
-            f"{number_of(best.draws, 'draw')} (Lu et al., Figure 2)",
+            f"{number_of(draws, 'draw')} (Lu et al., Figure 2)",
             direction=way,
-            interval=best.interval,
+            interval=(max(0.0, delta - self.error), min(1.0, delta + self.error)),
             confidence=self.confidence,
         )
 

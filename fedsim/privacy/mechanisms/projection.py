@@ -80,9 +80,7 @@ def lowering(allowed: float, row_norm: float, leverage: float) -> float:
 
 
 def regularize_leverage(leverage: float, sabotage: float) -> float:
-    """Computes a row's leverage after the noise σ is multiplied by `sabotage`.
-
-    The row stands alone against σ: its `leverage` before was |v|² / (|v|² + σ²).
+    """Computes a row's leverage |v|² / (|v|² + σ²) after the noise σ is multiplied by `sabotage`.
 
     >>> regularize_leverage(0.5, 1.0), regularize_leverage(0.5, 0.5)
     (0.5, 0.8)
@@ -93,10 +91,16 @@ def regularize_leverage(leverage: float, sabotage: float) -> float:
 def log_delta(
     leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
 ) -> Array:
-    """Computes log δ of a Gaussian random projection onto `r` columns for a row of given leverage.
+    """Computes log δ of a Gaussian random projection, right where δ underflows.
 
-    The result is right where δ underflows. A leverage below 1e-300 counts as 1e-300. The direction
-    `forward` is the removal of the row; `both` is the larger, which is `forward`.
+    The first three arguments broadcast.
+
+    Args:
+        leverage: leverage of the row in [0, 1]; below 1e-300 it counts as 1e-300.
+        r: number of columns, at least 1.
+        epsilon: at least 0.
+        direction: `forward` is the row's removal, `reverse` its addition; `both` is the larger,
+            which is `forward`.
 
     >>> float(np.exp(log_delta(0.1, 20, 1.0)).round(8))
     0.00190344
@@ -172,16 +176,21 @@ def sigma(
 ) -> Array:
     """Computes σ that makes D'G + σ N (ε, δ)-private for rows of norm up to `row_norm`.
 
-    The noise acts as σ I appended to D, so a row v of D has leverage v'(D'D + σ² I)^-1 v. Since D
-    holds the row itself, that is at most l² / (l² + σ²), which is attained. The variant `tight`
-    takes σ = l sqrt(1/s̄ - 1), s̄ being `max_leverage`. `paper` (Figure 3) bounds the leverage by
-    l² / σ².
+    Args:
+        row_norm: l, the largest L2 norm of a row of D; σ is in its units.
+        r: number of columns, at least 1.
+        epsilon: at least 0.
+        delta: in (0, 1).
+        variant: `tight` takes σ = l sqrt(1/s̄ - 1), s̄ being `max_leverage`; `paper` (Figure 3)
+            bounds the leverage by l² / σ².
 
     >>> float(sigma(1.0, 20, 1.0, 1e-5).round(4))
     4.0257
     >>> float(sigma(1.0, 20, 1.0, 1e-5, "paper").round(4))
     4.148
     """
+    # The noise acts as σ I appended to D, so a row v of D has leverage v'(D'D + σ² I)^-1 v. Since D
+    # holds the row itself, that is at most l² / (l² + σ²), which is attained.
     norm = require_range("row_norm", row_norm, 0.0, np.finfo(float).max, "a norm of at least 0")
     allowed = max_leverage(epsilon, delta, r)
     odds = 1 / allowed - 1 if variant == "tight" else 1 / allowed
@@ -281,6 +290,7 @@ class _RandomProjectionCurve(ExactCurve):
         return f"add or remove, leverage ≤ {self.leverage:g}"
 
     def delta(self, epsilon: float) -> Answer:
+        # The larger direction is known to be `forward`; the other takes as long.
         return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)), "forward")
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:

@@ -47,7 +47,12 @@ def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
     >>> float(np.exp(log_delta(1000, 0.1, 5.0)).round(6))
     0.120146
     """
-    count, far, eps = _arguments(k, distance, epsilon)
+    most = np.finfo(float).max
+    count, far, eps = np.broadcast_arrays(
+        require_range("k", k, 1.0, most, "a number of draws, at least 1"),
+        require_range("distance", distance, 0.0, most, "a distance of at least 0"),
+        require_epsilon(epsilon),
+    )
     shape = eps.shape
     count, far, eps = (x.ravel() for x in (count, far, eps))
     result = np.where(far >= 1, 0.0, -np.inf)
@@ -123,27 +128,12 @@ def max_draws(separation: float | Array, epsilon: float, delta: float) -> int:
     return low
 
 
-def paper_max_distance(k: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes min{ε / sqrt(8 k log(1/δ)), ε / (8 log(1/δ))} of DP-NTK regression, Lemma 5.4.
-
-    That is the largest distance M that the lemma allows for k draws. The lemma claims it only for ε
-    < 1 and distances below 1.
-    """
-    count, _, eps = _arguments(k, 0.0, epsilon)
-    log = -np.log(require_delta(delta))
-    return eps * np.minimum(1 / np.sqrt(8 * count * log), 1 / (8 * log))
-
-
 def paper_epsilon(k: float, distance: float, delta: float) -> float:
-    """Computes the ε that Lemma 5.4 states for `k` draws at `distance`; inf if it is 1 or more."""
-    stated = distance / float(paper_max_distance(k, 1.0, delta))
+    """Computes the ε that DP-NTK regression's Lemma 5.4 states for `k` draws at `distance` M.
+
+    The lemma allows M up to min{ε / sqrt(8 k log(1/δ)), ε / (8 log(1/δ))}, for ε < 1 only: the
+    result is inf if it is 1 or more.
+    """
+    log = -float(np.log(require_delta(delta)))
+    stated = distance / min(1 / math.sqrt(8 * k * log), 1 / (8 * log))
     return stated if stated < 1 else math.inf
-
-
-def _arguments(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> tuple[Array, ...]:
-    most = np.finfo(float).max
-    return np.broadcast_arrays(
-        require_range("k", k, 1.0, most, "a number of draws, at least 1"),
-        require_range("distance", distance, 0.0, most, "a distance of at least 0"),
-        require_epsilon(epsilon),
-    )

@@ -10,7 +10,7 @@ exp(K(s) - s ε) / (s (1 + s)) / (2 π i) upwards to the right of 0, since the L
 integrand's saddle point, where nothing cancels however small δ is. Where ε is far below the
 Kullback-Leibler divergence K'(0), it crosses between -1 and 0 instead: that gives 1 - δ.
 
-Around a saddle point the integrand (`Integrand`) is exp(E), E(z) = slope z + Σ_j [power_j (reach_j
+Around a saddle point the integrand (`_Integrand`) is exp(E), E(z) = slope z + Σ_j [power_j (reach_j
 z - log(1 + reach_j z)) + bulk_j z² / (1 + reach_j z)], with its saddle point close to z = 0 and z
 in units of the saddle's width there: |slope| is small and E'' is 1. The path goes upwards from 0, z
 = y i + x(y), with y = sinh(v), and bends to the side on which the integrand falls; the trapezoid
@@ -60,7 +60,7 @@ _CHUNK = 1 << 15
 
 
 @dataclass(frozen=True)
-class Integrand:
+class _Integrand:
     """Integrands exp(E), one in each column: `slope` has shape (N,), the others (terms, N).
 
     The fields are the coefficients of E in the module's docstring: row j of `power` is power_j.
@@ -104,7 +104,7 @@ class Integrand:
         return size, phase
 
 
-def integral(of: Integrand) -> tuple[Array, Array]:
+def _integral(of: _Integrand) -> tuple[Array, Array]:
     """Computes (N,) ∫ exp(E(z)) dz / (2 i) along the whole path, and the mean of z under exp(E)."""
     path = _Path(of)
     every = np.arange(len(of.slope))
@@ -121,7 +121,7 @@ def integral(of: Integrand) -> tuple[Array, Array]:
 class _Path:
     """x + i y, y = sinh(v) for v from 0 to a length, with x bending to a `side` from `bend` on."""
 
-    def __init__(self, of: Integrand) -> None:
+    def __init__(self, of: _Integrand) -> None:
         self._of = of
         # Where z is small, that of steepest descent is x = skewness y².
         skewness = -(of.reach * (of.power * of.reach**2 / 3 + of.bulk)).sum(0)
@@ -268,19 +268,19 @@ _FAR = 1e12
 def log_delta(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, epsilon: ArrayLike
 ) -> Array:
-    """Computes log δ at `epsilon` >= 0; the last axis of the first four counts the groups j.
+    """Computes log δ in the shape of `epsilon`; the last axis of the others counts the groups j.
 
     Args:
         a: a_j < 1, finite.
         rest: 1 - a_j, which may be known to more digits than a_j tells.
         shift: |b_j|² >= 0.
         count: m_j >= 0, the number of entries of Z_j.
-        epsilon: of the shape of the others without their last axis; all broadcast.
+        epsilon: at least 0, of the shape of the others without their last axis; all broadcast.
     """
-    return log_delta_and_slope(a, rest, shift, count, epsilon)[0]
+    return _log_delta_and_slope(a, rest, shift, count, epsilon)[0]
 
 
-def log_delta_and_slope(
+def _log_delta_and_slope(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, epsilon: ArrayLike
 ) -> tuple[Array, Array]:
     """Computes (`log_delta`, its derivative with respect to ε), from the same integral."""
@@ -305,13 +305,21 @@ def log_delta_and_slope(
 def epsilon(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, delta: ArrayLike
 ) -> Array:
-    """Computes the least ε >= 0 at which δ(ε) <= `delta`; arguments are as of `log_delta`."""
+    """Computes the least ε >= 0 at which δ(ε) is at most `delta`, in its shape.
+
+    Args:
+        a: as of `log_delta`, like the next three.
+        rest: 1 - a_j.
+        shift: |b_j|² >= 0.
+        count: m_j >= 0.
+        delta: above 0, of the shape of the others without their last axis; all broadcast.
+    """
     target = np.log(np.asarray(delta, dtype=np.float64))
     given = (a, rest, shift, count)
     shape = np.broadcast_shapes(*(np.shape(x)[:-1] for x in given), target.shape)
 
     def falling(eps: Array) -> tuple[Array, Array]:
-        value, slope = log_delta_and_slope(*given, eps)
+        value, slope = _log_delta_and_slope(*given, eps)
         # Newton's steps need finite numbers, and log δ may be -∞.
         value, slope = np.maximum(value, -1e300), np.maximum(slope, -1e300)
         return target - value, -slope
@@ -378,9 +386,6 @@ class _Saddle:
     curvature: Array
     """The second derivative of the integrand's logarithm."""
 
-    def take(self, some: Columns) -> _Saddle:
-        return _Saddle(*(getattr(self, name)[..., some] for name in self.__dataclass_fields__))
-
     def log_integrand(self, form: _Form) -> Array:
         value = (form.count * (-self.s * form.log_rest - np.log(self.w)) / 2).sum(0)
         value += (form.shift / form.rest * (self.s * self.beyond) / self.w / 2).sum(0)
@@ -400,7 +405,7 @@ def _log_delta(form: _Form) -> tuple[Array, Array]:
             near = log_integral > -_FAR
             if near.any():
                 width = 1 / np.sqrt(saddle.curvature[near])
-                area, offset = integral(_integrand(part, saddle, near, width))
+                area, offset = _integral(_integrand(part, saddle, near, width))
                 log_integral[near] += np.log(area * width / np.pi)
                 mean[near] += offset * width
             if sign > 0:
@@ -466,11 +471,11 @@ def _saddle(form: _Form, sign: float) -> _Saddle:
     return at(y, np.arange(len(y)))[0]
 
 
-def _integrand(form: _Form, saddle: _Saddle, some: Columns, width: Array) -> Integrand:
+def _integrand(form: _Form, saddle: _Saddle, some: Columns, width: Array) -> _Integrand:
     """Builds exp(K(s) - s ε) / (s (1 + s)) over its value in the saddle, in units of its width."""
     w, half = saddle.w[:, some], form.count[:, some] / 2
     poles = width / np.stack([saddle.s[some], saddle.beyond[some]])
-    return Integrand(
+    return _Integrand(
         slope=width * saddle.slope[some],
         reach=np.concatenate([width * form.a[:, some] / w, poles]),
         power=np.concatenate([half, np.ones_like(poles)]),

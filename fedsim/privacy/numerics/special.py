@@ -21,9 +21,14 @@ Sloped = Callable[[Array], tuple[Array, Array]]
 
 
 def require_range(name: str, value: ArrayLike, low: float, high: float, expected: str) -> Array:
-    """Returns `value` as a float64 array whose entries are in [low, high].
+    """Returns `value` as a float64 array whose entries are in [`low`, `high`].
 
-    `name` and `expected`, what the argument takes, are for the message.
+    Args:
+        name: the argument's name, for the message.
+        value: a number, or an array of any shape.
+        low: least entry that is taken.
+        high: largest entry that is taken.
+        expected: what the argument takes, in words for the message.
 
     Raises:
         FedsimError: an entry is no number, NaN or outside of the range.
@@ -38,6 +43,12 @@ def require_range(name: str, value: ArrayLike, low: float, high: float, expected
     if wrong.any():
         raise FedsimError(f"{name}: got {array[wrong].flat[0]:g}; expected {expected}")
     return array
+
+
+def require_positive(name: str, value: ArrayLike) -> Array:
+    """Returns `value` as an array; an entry that is not finite or not above 0 is a FedsimError."""
+    kind = np.finfo(float)
+    return require_range(name, value, kind.tiny, kind.max, "a finite number above 0")
 
 
 def require_epsilon(value: ArrayLike) -> Array:
@@ -120,10 +131,13 @@ def legendre(count: int) -> tuple[Array, Array]:
 def solve(
     function: Sloped, low: Array, high: Array, *, tolerance: float = 2 * np.finfo(float).eps
 ) -> Array:
-    """Finds the root of an increasing `function` between `low` and `high`, by safeguarded Newton.
+    """Finds the roots of an increasing `function`, by safeguarded Newton, in the ends' shape.
 
-    The ends broadcast. Where there is no root in the bracket the nearer end is the answer. The
-    search stops when all steps are below the `tolerance`, relative to x.
+    Args:
+        function: maps x to its value and derivative, both of the shape of x.
+        low: lower ends of the brackets.
+        high: upper ends, broadcast with `low`; without a root the nearer end is the answer.
+        tolerance: the search stops when all steps are below it, relative to x.
     """
     low, high = (np.array(end, dtype=np.float64) for end in np.broadcast_arrays(low, high))
     x = (low + high) / 2
@@ -173,9 +187,14 @@ def least_epsilon(
     rtol: float,
     most: float = math.inf,
 ) -> float:
-    """Finds the least ε >= 0 at which a falling `log_delta` is at most `target`; inf beyond `most`.
+    """Finds the least ε >= 0 at which a falling `log_delta` is at most `target`.
 
-    One of the absolute and relative tolerances `xtol` and `rtol` is kept.
+    Args:
+        log_delta: maps ε to log δ.
+        target: logarithm of the δ that is asked for.
+        xtol: absolute tolerance; it or `rtol` is kept.
+        rtol: relative tolerance.
+        most: largest ε that is looked for; the result is inf beyond it.
     """
     from scipy.optimize import brentq
 
@@ -225,7 +244,7 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
         with work.part(min(asked, _USUAL - 1), _USUAL):
             # Asked of the rounded multiplier, which is what is returned:
             # the claim is known for that very number.
-            found = epsilon_of(rounded_up(math.exp(at)))
+            found = epsilon_of(_round_up(math.exp(at)))
         asked += 1
         return math.log(min(max(found, 1e-12), 1e12) / target)
 
@@ -265,15 +284,11 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
             high, at_high = middle, found
         # A line through two points far apart may creep; halving never does.
         bisect = high - low > 0.7 * width
-    return rounded_up(math.exp(high))
+    return _round_up(math.exp(high))
 
 
-def rounded_up(value: float) -> float:
-    """Rounds `value` up to five significant digits.
-
-    >>> rounded_up(1.2345678)
-    1.2346
-    """
+def _round_up(value: float) -> float:
+    """Rounds `value` up to five significant digits, such as 1.2345678 to 1.2346."""
     unit = 10.0 ** (math.floor(math.log10(value)) - _DIGITS + 1)
     # The quotient's own rounding must not lift a number that has five digits already.
     return float(f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.{_DIGITS}g}")

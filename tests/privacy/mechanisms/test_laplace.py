@@ -114,7 +114,7 @@ def test_no_direction_is_worse_than_what_is_proven(
     proven = np.exp(laplace_vector.log_delta(length, scale, bound, len(moves), EPSILONS))
     exact = truth(moves, scale, bound, EPSILONS)
     assert (exact <= proven + 1e-3).all()  # the grid of losses
-    lost = laplace_vector.outside(length, scale, bound, len(moves))
+    lost = laplace_vector._outside(length, scale, bound, len(moves))
     if sum(moves) <= EPSILONS[-1] * scale:  # there nothing but the ends of the noise tells
         assert exact[-1] <= lost + 1e-3
 

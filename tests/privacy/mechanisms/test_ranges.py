@@ -31,7 +31,7 @@ from fedsim.types import FedsimError
         (laplace.log_delta, (1, 1, math.inf, 1), "bound"),
         (laplace.bound, (1.0, 0.0, 0.1), "epsilon: got 0; expected a number above 0"),
         (laplace_vector.log_delta, (0, 1, 1, 1, 1.0), "distance"),
-        (laplace_vector.outside, (1.0, 1.0, 1.0, 0), "dimension"),
+        (laplace_vector.log_delta, (1.0, 1.0, 1.0, 0, 1.0), "dimension"),
         (projection.log_delta, (1.1, 2, 1.0), "leverage"),
         (projection.log_delta, (0.1, 0, 1.0), "r: got 0"),
         (projection.log_delta, (0.1, 2, -1.0), "epsilon"),

@@ -95,8 +95,9 @@ def test_the_inverses_return_to_where_they_came_from() -> None:
 @pytest.mark.parametrize("k", [1, 10, 1000])
 @pytest.mark.parametrize("delta", [2e-3, 1e-6])
 def test_the_papers_lemma_holds_and_is_very_loose(k: int, delta: float) -> None:
+    log = -math.log(delta)
     for epsilon in (0.1, 0.9):
-        allowed = float(wishart.paper_max_distance(k, epsilon, delta))
+        allowed = epsilon * min(1 / math.sqrt(8 * k * log), 1 / (8 * log))
         assert float(wishart.log_delta(k, 1.5 * allowed, epsilon)) < math.log(delta)
         assert wishart.paper_epsilon(k, allowed, delta) == pytest.approx(epsilon)
     assert wishart.paper_epsilon(k, 1.01 * allowed / 0.9, delta) == math.inf

@@ -117,14 +117,13 @@ def test_the_estimator_keeps_its_guarantee() -> None:
     exact = math.exp(float(form.log_delta(0.5)))
     held = 0
     for trial in range(100):
-        found = normal.estimate(
-            form, 0.5, error=0.05, confidence=0.9, rng=np.random.default_rng(trial)
-        )
-        assert found.draws == math.ceil(math.log(2 / 0.1) / (2 * 0.05**2))
-        held += found.interval[0] <= exact <= found.interval[1]
+        rng = np.random.default_rng(trial)
+        found, draws = normal._estimate(form, 0.5, error=0.05, confidence=0.9, rng=rng)
+        assert draws == math.ceil(math.log(2 / 0.1) / (2 * 0.05**2))
+        held += abs(found - exact) <= 0.05
     assert held >= 90
-    many = normal.estimate(form, 0.5, error=0.002, confidence=0.99, rng=np.random.default_rng(0))
-    assert many.delta == pytest.approx(exact, abs=0.002)
+    many, _ = normal._estimate(form, 0.5, error=0.002, confidence=0.99, rng=rng)
+    assert many == pytest.approx(exact, abs=0.002)
 
 
 GOOD = ([0.0, 0.0], np.eye(2), [0.0, 0.0], np.eye(2))
