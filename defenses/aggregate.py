@@ -33,7 +33,7 @@ class Aggregate(AggregationDefense):
     def combine(self, updates: Iterable[Update]) -> Update:
         """Returns the weighted mean of tensors and buffers; `num_examples` is the total."""
         seen = 0
-        tensors, buffers = RunningMean(), RunningMean()
+        tensors, buffers = _RunningMean(), _RunningMean()
         for update in updates:
             if update.num_examples < 1:
                 raise FedsimError(
@@ -71,7 +71,7 @@ def sum_updates(updates: Iterable[Update], who: str) -> Update:
         FedsimError: there is no update, or their tensors differ in name or shape.
     """
     count = examples = 0
-    tensors, buffers = RunningMean(torch.float64), RunningMean()
+    tensors, buffers = _RunningMean(torch.float64), _RunningMean()
     for update in updates:
         count += 1
         examples += update.num_examples
@@ -82,8 +82,7 @@ def sum_updates(updates: Iterable[Update], who: str) -> Update:
     return Update(tensors=tensors.read(times=count), buffers=buffers.read(), num_examples=examples)
 
 
-@final
-class RunningMean:
+class _RunningMean:
     """A running weighted mean of equally shaped updates."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:

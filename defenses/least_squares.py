@@ -15,7 +15,7 @@ from fedsim.privacy.mechanisms import least_squares
 from fedsim.privacy.mechanisms.least_squares import RegressionRelease
 from fedsim.privacy.mechanisms.projection import ProjectionRelease, bound, lowering
 from fedsim.types import FedsimError, Relation
-from fedsim_defenses.random_projection import max_leverage, require, require_residual
+from fedsim_defenses.random_projection import max_leverage, require
 
 _UP = 1 + 1e-7
 """Factor on σ that covers the tolerance of the largest leverage, so that ε is not exceeded."""
@@ -64,9 +64,9 @@ class LeastSquaresMechanism(DataDefense):
     def check(self, clients: Mapping[int, Tensor]) -> None:
         """Refuses clients' rows [B, b] (n, d + 1) of more leverage or residual than declared."""
         for client, rows in clients.items():
-            require(self.leverage, rows, f"client {client}", "least_squares")
+            require("least_squares.leverage", self.leverage, rows, f"client {client}")
             if self.residual < 1:
-                require_residual(self.residual, rows, f"client {client}", "least_squares")
+                require("least_squares.residual", self.residual, rows, f"client {client}")
 
     def sigma(self, release: Release) -> float:
         """Returns σ, in the units of the rows; 0 where no noise is needed."""

@@ -23,10 +23,16 @@ def clipped_mean(
 ) -> dict[str, Tensor]:
     """Computes the sum of the examples' clipped gradients, divided by `batch_size`.
 
-    The number N of `images` (N, ...) may be 0, and need not be `batch_size`. Each gradient of the
-    `loss` in `parameters` is clipped to the L2 norm `norm`, over all tensors together; one that is
-    not finite counts as zero. The result is in float64, as float32 would round it by more than one
-    example may move it. Rounding is safe after noise has been added.
+    A gradient that is not finite counts as zero. The result is in float64, as float32 would round
+    it by more than one example may move it. Rounding is safe after noise has been added.
+
+    Args:
+        loss: mean loss of a batch, in the parameters.
+        parameters: weights by name, at which gradients are computed.
+        images: (N, ...) inputs; N may be 0, and need not be `batch_size`.
+        labels: (N, ...) their labels.
+        norm: bound on an example's gradient, the L2 norm over all tensors together.
+        batch_size: divisor of the sum.
 
     Raises:
         FedsimError: the loss cannot be taken one example at a time.
@@ -53,9 +59,11 @@ def noisy_steps(
 ) -> Guarantee:
     """Returns what Gaussian noise on every step's sum of clipped gradients proves.
 
-    `defense` is named in the reason where there is no noise. `noise_multiplier` is the noise's
-    deviation over the clipping norm, and `correlation` in [0, 1) the share of the last step's noise
-    that is subtracted.
+    Args:
+        defense: name, for the reason where there is no noise.
+        noise_multiplier: standard deviation of the noise over the clipping norm.
+        training: local training after the stack's training defenses.
+        correlation: share, in [0, 1), of the last step's noise that is subtracted.
     """
     if noise_multiplier == 0:
         return Guarantee(reason=f"{defense} adds no noise: its noise_multiplier is 0")

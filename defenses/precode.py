@@ -35,15 +35,14 @@ class Precode(ModelDefense):
 
     def wrap(self, body: nn.Module, head: nn.Module, features: int) -> tuple[nn.Module, nn.Module]:
         """Returns the body with the bottleneck behind it, and the head as it is."""
-        return nn.Sequential(body, VariationalBottleneck(features, self.size, self.weight)), head
+        return nn.Sequential(body, _VariationalBottleneck(features, self.size, self.weight)), head
 
     def effect(self, training: LocalTraining) -> Effect:
         """Returns the effect of features that are drawn anew in each step of training."""
         return Effect(drawn=training.mode == "train")
 
 
-@final
-class VariationalBottleneck(LossTerm):
+class _VariationalBottleneck(LossTerm):
     """Encodes features (B, d) as normals of `size` dimensions, and decodes a draw to (B, d)."""
 
     def __init__(self, features: int, size: int, weight: float) -> None:

@@ -72,7 +72,7 @@ class RandomProjection(DataDefense):
             clients = {-1: torch.cat(list(clients.values()))}
         for client, rows in clients.items():
             of = "all clients" if client < 0 else f"client {client}"
-            require(self.leverage, rows, of, "random_projection")
+            require("random_projection.leverage", self.leverage, rows, of)
 
     def sigma(self, release: Release) -> float:
         """Returns σ of one client's noise, in the units of the rows; 0 where none is needed."""
@@ -122,7 +122,7 @@ _ROUNDING = 1e-9
 """Relative error of a measured leverage; it changes a claim by no more than that."""
 
 
-def largest_leverage(rows: Tensor) -> float:
+def _largest_leverage(rows: Tensor) -> float:
     """Returns the largest leverage v'(D'D)^+ v of a row v of D (n, d); 0 without rows."""
     if not len(rows):
         return 0.0
@@ -132,12 +132,8 @@ def largest_leverage(rows: Tensor) -> float:
     return float(left[:, kept].square().sum(1).max())
 
 
-def largest_residual(rows: Tensor) -> float:
-    """Returns the largest share e_i² / |e|² that a row has of the squared residuals, in [0, 1].
-
-    `rows` is [B, b] (n, d + 1), and e the residual of the least-squares fit of b by B. The share is
-    0 without rows, and 1 if all residuals are lost in rounding.
-    """
+def _largest_residual(rows: Tensor) -> float:
+    """Returns a row's largest share e_i² / |e|² of the squared residuals; 1 if all are rounding."""
     if not len(rows):
         return 0.0
     features, target = rows[:, :-1], rows[:, -1:]
@@ -148,33 +144,36 @@ def largest_residual(rows: Tensor) -> float:
     return float(squares.max() / squares.sum())
 
 
-def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
-    """Refuses `rows` (n, d) of more leverage than `declared`; errors name `of` and `defense`."""
-    _refuse_more("leverage", declared, largest_leverage(rows), rows, of, defense)
+def require(key: str, declared: float, rows: Tensor, of: str) -> None:
+    """Refuses, by a FedsimError, rows that stand out more than is declared.
 
-
-def require_residual(declared: float, rows: Tensor, of: str, defense: str) -> None:
-    """Refuses `rows` (n, d + 1), as `require` does, by the share of squared residuals."""
-    _refuse_more("residual", declared, largest_residual(rows), rows, of, defense)
-
-
-def _refuse_more(
-    key: str, declared: float, found: float, rows: Tensor, of: str, defense: str
-) -> None:
+    Args:
+        key: parameter that declares it, such as `least_squares.leverage`; a `residual` is a row's
+            share of the squared residuals, and anything else its leverage.
+        declared: the largest that any row may have.
+        rows: (n, d), the last column being the target.
+        of: whose rows they are, for the message.
+    """
+    measure = _largest_residual if key.endswith(".residual") else _largest_leverage
+    found = measure(rows)
     if found > declared * (1 + _ROUNDING):
         raise FedsimError(
-            f"{defense}.{key}: expected no row above {declared:g}, got {found:.6g} among the "
+            f"{key}: expected no row above {declared:g}, got {found:.6g} among the "
             f"{number_of(len(rows), 'row')} of {of}, so that the claim would not hold; declare "
-            "what holds of "
-            "every database to hide among, or leave it out for a claim that holds of any"
+            "what holds of every database to hide among, or leave it out for a claim that holds of "
+            "any"
         )
 
 
 @cache
 def max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
-    """Returns the largest leverage at which a release by r columns is (`epsilon`, `delta`)-private.
+    """Returns the largest leverage at which a release is (ε, δ)-private.
 
-    The release is of coefficients of `d` features by M_LS, or a sketch if `d` is None.
+    Args:
+        epsilon: above 0.
+        delta: in (0, 1).
+        r: columns of the release.
+        d: features of coefficients by M_LS; None: the release is a sketch.
     """
     if d is None:
         return float(projection.max_leverage(epsilon, delta, r))

@@ -67,7 +67,14 @@ class TruncatedLaplace(StatisticDefense):
 def truncated_laplace(
     value: Tensor, scale: float, bound: float, generator: torch.Generator
 ) -> Tensor:
-    """Returns `value`, of any shape, with noise of density ~ exp(-|x| / scale) within ± `bound`."""
+    """Returns `value` with noise of density ~ exp(-|x| / scale) within ± `bound` on each entry.
+
+    Args:
+        value: tensor of any shape.
+        scale: b, in the units of `value`.
+        bound: largest magnitude of the noise, in the same units.
+        generator: source of the noise.
+    """
     shape = value.shape
     share = uniform(shape, generator)
     # The inverse distribution function of the truncated exponential, at a uniform share.

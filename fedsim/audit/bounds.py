@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedsim.privacy.numerics import gaussian
+from fedsim.privacy.numerics.special import Array
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
@@ -52,8 +53,13 @@ def threshold_bound(
 ) -> LowerBound:
     """Computes the bound from one threshold on the score, in the direction that shows more.
 
-    `absent` (n,) and `present` (m,) are scores of independent releases without and with the row;
-    infinite scores are allowed. Nothing is presumed of the release.
+    Nothing is presumed of the release.
+
+    Args:
+        absent: (n,) scores of independent releases without the row; infinite ones are allowed.
+        present: (m,) scores of releases with it.
+        delta: in (0, 1).
+        confidence: probability, in (0, 1), with which the bound holds.
 
     Raises:
         FedsimError: an argument is out of its range, a score is NaN, or a world has fewer than 100
@@ -73,8 +79,8 @@ def threshold_bound(
     # Present over absent in the upper tail; negated scores make it absent over present.
     for sign, likelier, other in ((1, 1, 0), (-1, 0, 1)):
         at = _choose_threshold(sign * fitted[likelier], sign * fitted[other], delta, error)
-        low = lower_end(*_tail(sign * counted[likelier], at), error)
-        high = upper_end(*_tail(sign * counted[other], at), error)
+        low = _lower_end(*_tail(sign * counted[likelier], at), error)
+        high = _upper_end(*_tail(sign * counted[other], at), error)
         epsilon = max(epsilon, float(_ratio(low, high, delta)[0]))
     return LowerBound(epsilon=epsilon, delta=delta, confidence=confidence, method="threshold")
 
@@ -82,10 +88,17 @@ def threshold_bound(
 def two_world_bounds(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float, gaussian: bool
 ) -> list[LowerBound]:
-    """Computes `threshold_bound`, and `gaussian_bound` if the claim is one of μ-GDP (`gaussian`).
+    """Computes `threshold_bound`, and `gaussian_bound` if the claim is one of μ-GDP.
 
     All hold at once with the given `confidence`; the field `confidence` of each of two is larger,
-    as each has half of the error probability.
+    as each has half of the error probability. Errors are those of `threshold_bound`.
+
+    Args:
+        absent: (n,) scores of independent releases without the row.
+        present: (m,) scores of releases with it.
+        delta: in (0, 1).
+        confidence: probability, in (0, 1), with which all bounds hold.
+        gaussian: whether the claim is one of μ-GDP.
     """
     methods = [threshold_bound, gaussian_bound] if gaussian else [threshold_bound]
     # By the union bound: each method errs with its share, so that the best of them may be taken.
@@ -102,8 +115,13 @@ def gaussian_bound(
     for μ < Φ⁻¹(1 - α) - Φ⁻¹(β) (Dong, Roth and Su, Gaussian Differential Privacy, JRSS-B 2022,
     Definition 2.6). The ε that follows at δ is a bound only where the curve is Gaussian. Elsewhere
     that ε refutes a claim of μ-GDP, never one of (ε, δ). The bound is far tighter than
-    `threshold_bound`, whose arguments and errors it has, where δ is small: no rare event has to be
-    counted.
+    `threshold_bound`, whose errors it has, where δ is small: no rare event has to be counted.
+
+    Args:
+        absent: (n,) scores of independent releases without the row.
+        present: (m,) scores of releases with it.
+        delta: in (0, 1).
+        confidence: probability, in (0, 1), with which the bound holds.
     """
     error = error_probability(delta, confidence) / 2
     mu = mu_bound(absent, present, error=error)
@@ -121,11 +139,11 @@ def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
 
     fitted, counted = zip(*map(_halves, _worlds(absent, present)), strict=True)
 
-    def mu(at: NDArray[np.float64], worlds: tuple[NDArray[np.float64], ...]) -> NDArray[np.float64]:
+    def mu(at: Array, worlds: tuple[Array, ...]) -> Array:
         positives, n = _tail(worlds[0], at)
         detected, m = _tail(worlds[1], at)
         return np.asarray(
-            ndtri(1 - upper_end(positives, n, error)) - ndtri(upper_end(m - detected, m, error))
+            ndtri(1 - _upper_end(positives, n, error)) - ndtri(_upper_end(m - detected, m, error))
         )
 
     # Chosen on one half and counted on the other, so that the choice costs no confidence.
@@ -134,15 +152,8 @@ def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
     return max(0.0, float(mu(np.asarray([best]), counted)[0]))
 
 
-def lower_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.float64]:
-    """Computes Clopper and Pearson's lower bound of a probability, from `successes` of `trials`.
-
-    The bound is wrong with a probability of at most `error`. The result has the shape of
-    `successes`. Arguments are not checked.
-
-    >>> float(lower_end(0, 100, 0.05)), round(float(upper_end(0, 100, 0.05)), 4)
-    (0.0, 0.0295)
-    """
+def _lower_end(successes: ArrayLike, trials: int, error: float) -> Array:
+    """Computes Clopper and Pearson's lower bound of a probability, wrong with chance `error`."""
     from scipy.special import betaincinv
 
     counts = np.asarray(successes, dtype=np.int64)
@@ -151,30 +162,26 @@ def lower_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.flo
     return np.where(counts == 0, 0.0, bound)
 
 
-def upper_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.float64]:
-    """Computes Clopper and Pearson's upper bound, see `lower_end`."""
-    return 1 - lower_end(trials - np.asarray(successes), trials, error)
+def _upper_end(successes: ArrayLike, trials: int, error: float) -> Array:
+    """Computes Clopper and Pearson's upper bound of a probability, wrong with chance `error`."""
+    return 1 - _lower_end(trials - np.asarray(successes), trials, error)
 
 
-def _ratio(
-    low: NDArray[np.float64], high: NDArray[np.float64], delta: float
-) -> NDArray[np.float64]:
+def _ratio(low: Array, high: Array, delta: float) -> Array:
     """Computes ln((low - δ) / high), -inf where nothing is left of `low`."""
     left = low - delta
     return np.where(left > 0, np.log(np.maximum(left, np.finfo(float).tiny) / high), -math.inf)
 
 
-def _choose_threshold(
-    likelier: NDArray[np.float64], other: NDArray[np.float64], delta: float, error: float
-) -> NDArray[np.float64]:
+def _choose_threshold(likelier: Array, other: Array, delta: float, error: float) -> Array:
     """Returns (1,) the threshold with the best bound on these scores."""
     candidates = _candidates(other, likelier)
-    low = lower_end(*_tail(likelier, candidates), error)
-    high = upper_end(*_tail(other, candidates), error)
+    low = _lower_end(*_tail(likelier, candidates), error)
+    high = _upper_end(*_tail(other, candidates), error)
     return candidates[[int(np.argmax(_ratio(low, high, delta)))]]
 
 
-def _candidates(*worlds: NDArray[np.float64]) -> NDArray[np.float64]:
+def _candidates(*worlds: Array) -> Array:
     """Chooses scores to try as thresholds: every world's ranks, dense towards both tails."""
     chosen = []
     for scores in worlds:
@@ -185,21 +192,17 @@ def _candidates(*worlds: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.unique(np.concatenate(chosen))
 
 
-def _tail(
-    scores: NDArray[np.float64], thresholds: NDArray[np.float64]
-) -> tuple[NDArray[np.int64], int]:
+def _tail(scores: Array, thresholds: Array) -> tuple[NDArray[np.int64], int]:
     """Counts (scores that reach each threshold, all scores)."""
     reached = len(scores) - np.searchsorted(np.sort(scores), thresholds, side="left")
     return reached.astype(np.int64), len(scores)
 
 
-def _halves(scores: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _halves(scores: Array) -> tuple[Array, Array]:
     return scores[: len(scores) // 2], scores[len(scores) // 2 :]
 
 
-def _worlds(
-    absent: ArrayLike, present: ArrayLike
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _worlds(absent: ArrayLike, present: ArrayLike) -> tuple[Array, Array]:
     worlds = np.asarray(absent, dtype=np.float64), np.asarray(present, dtype=np.float64)
     for name, scores in zip(("absent", "present"), worlds, strict=True):
         if scores.ndim != 1:
@@ -238,10 +241,16 @@ def one_run_bound(
 ) -> LowerBound:
     """Computes the largest ε that a run's canaries refute, as a bound with the given confidence.
 
-    It is 0 if they refute none, and never above 64. The higher of the (m,) `scores`, the likelier a
-    canary is `included`: (m,) booleans, each of a fair coin of its own. `guesses` are even numbers
-    of canaries to guess, half of them (the highest) as included and half (the lowest) as left out.
-    They must not depend on the coins; by default they are about m, m / 2, m / 4 and m / 8.
+    It is 0 if they refute none, and never above 64.
+
+    Args:
+        scores: (m,) scores; the higher, the likelier a canary is included.
+        included: (m,) booleans, each of a fair coin of its own.
+        delta: in (0, 1).
+        confidence: probability, in (0, 1), with which the bound holds.
+        guesses: even numbers of canaries to guess, the highest half of them as included and the
+            lowest as left out. They must not depend on the coins; by default they are about m,
+            m / 2, m / 4 and m / 8.
 
     Raises:
         FedsimError: an argument is out of range, shapes differ, a score is NaN, or there are fewer
@@ -285,31 +294,15 @@ def one_run_bound(
     return LowerBound(epsilon=epsilon, delta=delta, confidence=confidence, method="one_run")
 
 
-def one_run_p_value(
+def _one_run_p_value(
     canaries: int, guesses: int, correct: int, epsilon: float, delta: float
 ) -> float:
-    """Bounds the probability that an (ε, δ)-private run has `correct` right guesses or more.
-
-    The bound is β + 2 m δ max_i (Pr[correct > W >= correct - i] / i) of m canaries, with W ~
-    Binomial(guesses, 1 / (1 + exp(-ε))) and β = Pr[W >= correct].
-
-    Raises:
-        FedsimError: not 0 <= correct <= guesses <= canaries, ε < 0, or δ not in [0, 1].
-
-    >>> round(one_run_p_value(100, 100, 75, epsilon=1.0, delta=0.0), 3)
-    0.383
-    """
+    """Bounds the probability that an (ε, δ)-private run has `correct` right guesses or more."""
+    # The bound is β + 2 m δ max_i (Pr[correct > W >= correct - i] / i) of m canaries, with W ~
+    # Binomial(guesses, 1 / (1 + exp(-ε))) and β = Pr[W >= correct].
     from scipy.special import expit
     from scipy.stats import binom
 
-    if not 0 <= correct <= guesses <= canaries:
-        raise FedsimError(
-            f"{correct} right of {number_of(guesses, 'guess', 'guesses')} of "
-            f"{number_of(canaries, 'canary', 'canaries')}: expected 0 <= correct <= guesses <= "
-            "canaries"
-        )
-    if not (epsilon >= 0 and 0 <= delta <= 1):
-        raise FedsimError(f"epsilon {epsilon} and delta {delta}: expected ε >= 0 and δ in [0, 1]")
     rate = float(expit(epsilon))
     # SciPy's sf(x) is Pr[W > x].
     beta = float(binom.sf(correct - 1, guesses, rate))
@@ -327,7 +320,7 @@ def _largest_refuted(
     """Returns the largest ε whose p-value is below `error`; 0 if there is none."""
 
     def p_value(epsilon: float) -> float:
-        return one_run_p_value(canaries, guesses, correct, epsilon, delta)
+        return _one_run_p_value(canaries, guesses, correct, epsilon, delta)
 
     low, high = 0.0, _HIGHEST
     if p_value(low) >= error:

@@ -66,10 +66,15 @@ def audit(
 ) -> MechanismVerdict:
     """Tries the ε that `mechanism` claims at δ against what an attacker can show of its releases.
 
-    `mechanism` is a name of the privacy calculator. `keys` are those of its experiment; `sabotage`
-    multiplies the noise, unknown to the claim. `draws` are releases of each world, or canaries of
-    `one_run`, which is one run of the mechanism on so many independent rows; by default those of
-    `DRAWS`. A true claim is not refuted with the probability `confidence`.
+    Args:
+        mechanism: a name of the privacy calculator.
+        keys: values of its experiment's keys; `sabotage` multiplies the noise, unknown to the
+            claim.
+        delta: in (0, 1).
+        draws: releases of each world, or canaries of `one_run`; None: those of `DRAWS`.
+        confidence: probability with which a true claim is not refuted.
+        seed: seed of all draws.
+        method: `two_worlds`, or `one_run` of the mechanism on as many independent rows as draws.
 
     Raises:
         FedsimError: the mechanism or a key is unknown, a value is missing or out of its range, or

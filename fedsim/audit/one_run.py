@@ -43,9 +43,14 @@ def scores(
     """Runs the federation once; returns (m,) scores of the canaries and (m,) coins.
 
     Both are arguments of `bounds.one_run_bound`: True is a canary that is present. Canaries are
-    ordered by their clients' numbers. Where examples are hidden, there are `canaries` at most,
-    equally many of a client; where clients are, each is one. `on_progress` is called with (rounds
-    done, all rounds).
+    ordered by their clients' numbers.
+
+    Args:
+        workload: the federation.
+        unit: what the claim hides, an `example`, or a `client`, each of which is then a canary.
+        relation: the neighbours that the claim tells apart.
+        canaries: the most examples that are canaries, equally many of a client.
+        on_progress: called with (rounds done, all rounds).
     """
     cast: _Cast
     cast = _Clients(workload) if unit == "client" else _Examples(workload, relation, canaries)

@@ -17,7 +17,7 @@ from fedsim.scenario.model import Audit
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, PrivacyClaim, Relation, Unit
 
-AUDITED: tuple[tuple[Unit, Relation], ...] = (
+_AUDITED: tuple[tuple[Unit, Relation], ...] = (
     ("client", "zero_out"),
     ("example", "replace_one"),
     ("example", "zero_out"),
@@ -42,7 +42,7 @@ def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> Non
             f"holds; use at most {_MOST}, which show an ε of up to 7.7"
         )
     for name, claim in proven.items():
-        if (claim.unit, claim.relation) not in AUDITED:
+        if (claim.unit, claim.relation) not in _AUDITED:
             raise FedsimError(
                 f"audit: there is no canary for the claim of {name}, per {claim.unit} under "
                 f"{claim.relation}; leave audit out"
@@ -62,29 +62,26 @@ _LEAST_CLIENTS = 20
 """Fewest clients of one run: with all their coins guessed, they refute an ε of 1.5 at 99%."""
 
 
-Step = Callable[[int, int], None]
-"""A function that is told how many of how many steps are done."""
-
-
-def quiet(done: int, total: int) -> None:
-    """Ignores progress: a callback for callers that show none."""
-
-
 def audited_epsilon(
     workload: Workload,
     claim: PrivacyClaim,
     audit: Audit,
     *,
     taken: Collection[tuple[int, ...]],
-    on_progress: Step = quiet,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> float:
     """Computes a lower bound of the stack's ε at the claim's δ, by an audit; 0 refutes nothing.
 
     Above the claim's ε the bound refutes the claim with the audit's confidence; below, it proves
     nothing. For Gaussian noise without sampling, two worlds give the ε of the strongest Gaussian
-    claim (μ-GDP) that is not refuted. Elsewhere the bound is that of any (ε, δ) claim. The `claim`
-    has passed `check`, and `taken` has for each client the rounds that it takes part in.
-    `on_progress` is called with (done, total) trainings of the canary, or rounds of one run.
+    claim (μ-GDP) that is not refuted. Elsewhere the bound is that of any (ε, δ) claim.
+
+    Args:
+        workload: the federation.
+        claim: what is tried; it has passed `check`.
+        audit: the scenario's method, canaries and confidence.
+        taken: for each client the numbers of the rounds that it takes part in, from 1.
+        on_progress: called with (done, total) trainings of the canary, or rounds of one run.
     """
     assert claim.unit is not None
     assert claim.relation is not None

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedsim import rng
@@ -23,11 +22,10 @@ from fedsim.audit.contribution import Contributions, along, images, other_label
 from fedsim.contracts.defense import NoisyAggregation, all_finite, global_norm
 from fedsim.models.local import mean_gradient_factor
 from fedsim.privacy.composition import correlated
+from fedsim.privacy.numerics.special import Array
 from fedsim.training.client import Client
 from fedsim.training.workload import Workload
 from fedsim.types import Relation, Tensors, Unit, Update
-
-Array = NDArray[np.float64]
 
 _PILOT = 32
 """Trials without the canary in which entries are compared."""
@@ -54,11 +52,11 @@ class _Trials:
     World 1 has the canary, any other world does not."""
     towards: Sequence[Tensors]
     """Contribution of the canary to each round."""
-    weights: NDArray[np.float64]
+    weights: Array
     """(rounds,) weight of each round where all noise is as declared."""
 
 
-class Looks:
+class _Looks:
     """Features of a trial: sums along the canary, by tensor and round, and a few entries."""
 
     def __init__(self, trials: _Trials) -> None:
@@ -97,13 +95,11 @@ class Looks:
         self._pair = some[list(np.unravel_index(int(told.argmax()), told.shape))]
 
     def features(self, seen: Sequence[Tensors]) -> Array:
-        """Computes the (F,) features of a trial from what is `seen` of each round.
-
-        The first is the sum along the canary over all rounds, weighted. The next are the entry of
-        the first round that shows it best, and a difference of the last two rounds. Then come sums
-        by tensor and by round, sums of a round along the canary of the round before, and two
-        entries.
-        """
+        """Computes the (F,) features of a trial from what is `seen` of each round."""
+        # The first is the sum along the canary over all rounds, weighted. The next are the entry of
+        # the first round that shows it best, and a difference of the last two rounds. Then come
+        # sums by tensor and by round, sums of a round along the canary of the round before, and two
+        # entries.
         own = np.array(
             [
                 [along({name: one[name]}, {name: toward[name]}) for name in toward]
@@ -131,14 +127,11 @@ class Looks:
         )
 
 
-def choose_look(absent: Array, present: Array) -> tuple[Array, Array]:
-    """Returns scores (n,) and (m,) of all trials, by the look that shows the canary best.
-
-    A look is a weighted sum of the trials' features (n, F) and (m, F), the larger the likelier with
-    the canary. It is chosen on the first half of each world's trials, so that a bound may count the
-    second halves alone. Where a half has fewer than 100 trials (`LEAST_DRAWS`), it is the first
-    feature.
-    """
+def _choose_look(absent: Array, present: Array) -> tuple[Array, Array]:
+    """Returns scores (n,) and (m,) of trials' features, by the look that shows the canary best."""
+    # A look is a weighted sum of features (n, F) and (m, F), the larger the likelier with the
+    # canary. It is chosen on the first half of each world's trials, so that a bound may count the
+    # second halves alone. Of too few trials it is the first feature.
     halves = absent[: len(absent) // 2], present[: len(present) // 2]
     if min(map(len, halves)) < LEAST_DRAWS:
         return absent[:, 0], present[:, 0]
@@ -179,28 +172,35 @@ def scores(
     taken: Collection[tuple[int, ...]],
     canaries: int,
     on_progress: Callable[[int, int], None],
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> tuple[Array, Array]:
     """Trains one client many times; returns its (canaries,) scores without the canary and with it.
 
-    Higher ones are likelier with it. `taken` has for each client the numbers of the rounds that it
-    takes part in, from 1; the canary's client is the worst off. `canaries` is the number of
-    trainings in each world. `on_progress` is called with (trainings done, all).
+    Higher ones are likelier with it.
+
+    Args:
+        workload: the federation.
+        unit: what the claim hides, a `client` or an `example`.
+        relation: the neighbours that the claim tells apart.
+        taken: for each client the numbers of the rounds that it takes part in, from 1; the canary's
+            client is the worst off.
+        canaries: number of trainings in each world.
+        on_progress: called with (trainings done, all).
     """
     trials = (
         _client_trials(workload, taken)
         if unit == "client"
         else _example_trials(workload, relation, max(map(len, taken)))
     )
-    looks = Looks(trials)
+    looks = _Looks(trials)
 
-    def draw(present: bool) -> NDArray[np.float64]:
+    def draw(present: bool) -> Array:
         found = []
         for trial in range(canaries):
             found.append(looks.features(trials.run(int(present), trial)))
             on_progress(int(present) * canaries + trial + 1, 2 * canaries)
         return np.array(found)
 
-    return choose_look(draw(False), draw(True))
+    return _choose_look(draw(False), draw(True))
 
 
 def _client_trials(workload: Workload, taken: Collection[tuple[int, ...]]) -> _Trials:
@@ -236,7 +236,7 @@ def _client_trials(workload: Workload, taken: Collection[tuple[int, ...]]) -> _T
 
 def _worst_participation(
     workload: Workload, taken: Collection[tuple[int, ...]]
-) -> tuple[frozenset[int], NDArray[np.float64]]:
+) -> tuple[frozenset[int], Array]:
     """Returns rounds and weights of the client that is easiest to detect."""
     if not isinstance(workload.stack.aggregation, NoisyAggregation):
         most = max(map(len, taken))

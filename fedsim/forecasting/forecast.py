@@ -47,7 +47,7 @@ class Forecast:
     batch_size: int
     num_images: int
     """Images that the update was computed on, all clients and steps together."""
-    indicators: tuple[Indicator, ...]
+    indicators: tuple[_Indicator, ...]
     estimate: Estimate
     first_attack: str
     beyond: str
@@ -92,7 +92,7 @@ class Forecast:
         """The forecast as one plain sentence."""
         what = f"{number_of(self.num_images, 'image')} behind {self.stack}"
         run = f"Run {self.first_attack} to know what it gains."
-        gain, band = format_gain(self.estimate.gain)
+        gain, band = _format_gain(self.estimate.gain)
         told = f"expected gain {gain} dB {band}"
         return {
             "yes": f"Attackable: {what}, first by {self.first_attack}; {told}.",
@@ -139,8 +139,8 @@ def _answer(gain: float) -> Attackable:
     return "no" if high < LEAK else "with luck"
 
 
-def format_gain(gain: float) -> tuple[str, str]:
-    """Returns the texts of a gain, dB, and of its band, such as `12.0` and `(4.0 to 26.0)`."""
+def _format_gain(gain: float) -> tuple[str, str]:
+    """Returns texts of a gain, dB, and of its band, such as `12.0` and `(4.0 to 26.0)`."""
     low, high = band_of(gain)
     return f"{gain:.1f}", f"({low:.1f} to {high:.1f})"
 
@@ -161,7 +161,7 @@ def forecast(plan: UpdatePlan) -> Forecast:
         rounds=tuple(each.round for each in plan.observations),
         batch_size=plan.training.batch_size,
         num_images=plan.first.num_images,
-        indicators=tuple(indicators(plan, found)),
+        indicators=tuple(_indicators(plan, found)),
         estimate=found,
         first_attack=first,
         beyond=_BEYOND.get(first, ""),
@@ -209,7 +209,7 @@ def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
     worst = max(forecasts, key=lambda each: each.estimate.gain)
     lines = [f"{'defense':16} {'B':>3} {'images':>6}  {'attackable':10} {'gain dB':>18}  first"]
     for each in forecasts:
-        gain = "–" if each.gain is None else " ".join(format_gain(each.gain))
+        gain = "–" if each.gain is None else " ".join(_format_gain(each.gain))
         lines.append(
             f"{_cut(each.stack, 16):16} {each.batch_size:>3} {each.num_images:>6}  "
             f"{each.attackable:10} {gain:>18}  {each.first_attack}"
@@ -238,7 +238,7 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-Advantage = Literal["attacker", "client", "neither"]
+_Advantage = Literal["attacker", "client", "neither"]
 """The side that an indicator helps."""
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -247,7 +247,7 @@ _LOUD, _FAINT = 0.5, 0.01
 
 
 @dataclass(frozen=True)
-class Indicator:
+class _Indicator:
     """One property that decides whether an update can be attacked."""
 
     name: str
@@ -255,14 +255,14 @@ class Indicator:
     """The value as people read it."""
     number: float | None
     """The value as a number; None where it is a word."""
-    helps: Advantage
+    helps: _Advantage
     """Side that the property helps: `attacker`, `client` or `neither`."""
     why: str
     """Why the property helps that side, in a clause."""
 
 
-def indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
-    """Returns all indicators of `plan`; `estimate` has to be the estimate of the same plan."""
+def _indicators(plan: UpdatePlan, estimate: Estimate) -> list[_Indicator]:
+    """Returns all indicators of `plan`, of which `estimate` is the estimate."""
     observation, clients = plan.first, plan.first.num_clients
     steps = plan.training.steps if plan.training.batches == "different" else 1
     clients = max(1, min(clients, MOST_IMAGES // steps))
@@ -288,13 +288,13 @@ def indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
 
 def _judge(
     good: bool, name: str, value: str, number: float, why: str, otherwise: str = ""
-) -> Indicator:
+) -> _Indicator:
     """Makes an indicator that helps the attacker if `good`, and else the client, `otherwise`."""
-    side: Advantage = "attacker" if good else "client"
-    return Indicator(name, value, number, side, why if good else otherwise or why)
+    side: _Advantage = "attacker" if good else "client"
+    return _Indicator(name, value, number, side, why if good else otherwise or why)
 
 
-def _labels(plan: UpdatePlan) -> Indicator:
+def _labels(plan: UpdatePlan) -> _Indicator:
     count, classes = plan.first.num_images, plan.first.model.num_classes
     # The birthday problem for uniform labels; with more images than classes one factor is 0.
     distinct = math.prod(max(0, classes - k) / classes for k in range(min(count, classes + 1)))
@@ -304,7 +304,7 @@ def _labels(plan: UpdatePlan) -> Indicator:
     return _judge(good, "labels", f"{count} in {classes} classes", distinct, why)
 
 
-def _active_share(model: Classifier, images: Tensor) -> Indicator:
+def _active_share(model: Classifier, images: Tensor) -> _Indicator:
     shares: list[float] = []
 
     def count(_: nn.Module, __: object, output: Tensor) -> None:
@@ -325,17 +325,17 @@ def _active_share(model: Classifier, images: Tensor) -> Indicator:
     name = "rectified units"
     if not shares:
         why = "without switches the gradient is smooth in the images"
-        return Indicator(name, "none", None, "attacker", why)
+        return _Indicator(name, "none", None, "attacker", why)
     share = sum(shares) / len(shares)
     why = "each that switches is a jump of the gradient, at which descents end"
-    return Indicator(name, f"{share:.0%} active", share, "client", why)
+    return _Indicator(name, f"{share:.0%} active", share, "client", why)
 
 
-def _norms(model: Classifier, plan: UpdatePlan) -> Indicator:
+def _norms(model: Classifier, plan: UpdatePlan) -> _Indicator:
     batch = sum(isinstance(part, _NORMS) for part in model.modules())
     other = sum(isinstance(part, nn.GroupNorm | nn.LayerNorm) for part in model.modules())
     mode = plan.training.mode
-    helps: Advantage
+    helps: _Advantage
     if batch and mode == "train":
         why, helps = "statistics of the batch couple its images, and are not known", "client"
     elif batch or other:
@@ -343,44 +343,34 @@ def _norms(model: Classifier, plan: UpdatePlan) -> Indicator:
     else:
         why, helps = "nothing hides brightness or contrast", "attacker"
     kinds = [f"{batch} batch ({mode})"] * bool(batch) + [f"{other} group or layer"] * bool(other)
-    return Indicator("norm layers", ", ".join(kinds) or "none", float(batch + other), helps, why)
+    return _Indicator("norm layers", ", ".join(kinds) or "none", float(batch + other), helps, why)
 
 
-def _sizes(plan: UpdatePlan) -> list[Indicator]:
+def _sizes(plan: UpdatePlan) -> list[_Indicator]:
     images, clients, training = plan.first.num_images, plan.first.num_clients, plan.training
     entries = sum(value.numel() for value in plan.first.parameters.values())
     # Entries of the update are equations; pixels of all its images are unknowns.
     ratio = entries / (images * math.prod(plan.first.model.input_shape))
-    several = f"{training.steps}, {training.batches} batches"
+    steps = training.steps
+    several = f"{steps}, {training.batches} batches" if steps > 1 else "1"
+    more, fewer = "more equations than unknowns", "fewer equations than unknowns"
+    later = "later steps are of weights that nobody saw"
+    together = f"as a batch of {number_of(images, 'image')}"
     return [
-        _judge(
-            ratio >= 1,
-            "parameters per pixel",
-            f"{ratio:.3g}",
-            ratio,
-            "more equations than unknowns",
-            "fewer equations than unknowns",
-        ),
-        _judge(
-            training.steps == 1,
-            "local steps",
-            several if training.steps > 1 else "1",
-            float(training.steps),
-            "one gradient",
-            "later steps are of weights that nobody saw",
-        ),
+        _judge(ratio >= 1, "parameters per pixel", f"{ratio:.3g}", ratio, more, fewer),
+        _judge(steps == 1, "local steps", several, float(steps), "one gradient", later),
         _judge(
             clients == 1,
             "clients in the sum",
             str(clients),
             float(clients),
             "seen alone",
-            f"as a batch of {number_of(images, 'image')}",
+            together,
         ),
     ]
 
 
-def _noise(plan: UpdatePlan, images: Tensor, labels: Tensor, update_map: UpdateMap) -> Indicator:
+def _noise(plan: UpdatePlan, images: Tensor, labels: Tensor, update_map: UpdateMap) -> _Indicator:
     """Judges the noise's deviation over the update's root mean square, behind clipping."""
     observation = plan.first
     effect, name = observation.effect, "noise over update"
@@ -388,32 +378,32 @@ def _noise(plan: UpdatePlan, images: Tensor, labels: Tensor, update_map: UpdateM
     if std == 0 and not effect.exact:
         value, number = ("0", 0.0) if effect.known else ("unknown", None)
         why = "no noise is declared, but the update is altered"
-        return Indicator(name, value, number, "neither", why)
+        return _Indicator(name, value, number, "neither", why)
     if std == 0:
-        return Indicator(name, "0", 0.0, "attacker", "no noise")
+        return _Indicator(name, "0", 0.0, "attacker", "no noise")
     own = flat(update_map.tensors(images, labels), update_map.names)
     scale = disturbance(plan, observation, rebuild(observation), images, labels).scale
     # Clipping shortens the update before noise is added: the ratio is that of what is sent.
     ratio = std / max(scale * float(own.square().mean().sqrt()), 1e-30)
-    side: Advantage = "client" if ratio > _LOUD else "attacker" if ratio < _FAINT else "neither"
+    side: _Advantage = "client" if ratio > _LOUD else "attacker" if ratio < _FAINT else "neither"
     why = f"deviation {std:.3g} of an entry, over its root mean square"
-    return Indicator(name, f"{ratio:.3g}", ratio, side, why)
+    return _Indicator(name, f"{ratio:.3g}", ratio, side, why)
 
 
-def _server(plan: UpdatePlan) -> Indicator:
+def _server(plan: UpdatePlan) -> _Indicator:
     server = plan.first.server
     why = {
         "honest": "it has planted nothing",
         "planted": "its weights of the head show every image's features",
         "modified": "its module writes images into the update",
     }[server]
-    return Indicator("server", server, None, "neither" if server == "honest" else "attacker", why)
+    return _Indicator("server", server, None, "neither" if server == "honest" else "attacker", why)
 
 
-def _descent_indicators(estimate: Estimate) -> list[Indicator]:
+def _descent_indicators(estimate: Estimate) -> list[_Indicator]:
     if estimate.closed_form:
         why = "images are read by a formula: no descent has to find the way"
-        return [Indicator("closed form", "yes", 1.0, "attacker", why)]
+        return [_Indicator("closed form", "yes", 1.0, "attacker", why)]
     stall, left = estimate.stall, estimate.unfinished
     value, why = "the truth", "the slope leads all the way"
     if stall:

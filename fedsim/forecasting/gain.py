@@ -17,7 +17,7 @@ Mean squared errors add up, in units of the guess's own:
 - The second is what noise and pruning displace: e is Gaussian noise of the declared deviation, or
   what the stack makes of a real update. The attacker regularizes as is best for both sums (ridge
   regression; Hoerl and Kennard 1970).
-- t_s is the share of the way at which descents stall (`slope_share`). In networks whose units
+- t_s is the share of the way at which descents stall (`_slope_share`). In networks whose units
   switch, the gradient jumps; the slope of the objective shows no jump, and next to the truth jumps
   are most of the distance.
 
@@ -48,17 +48,17 @@ from fedsim.types import Effect, LocalTraining, Noise, Observation, Tensors
 
 
 def _is_altered(effect: Effect) -> bool:
-    """Says whether more than noise and clipping lies between an update and what is seen of it."""
+    """Returns whether more than noise and clipping changes what is seen of an update."""
     # Of what is not exact, noise alone leaves every entry its part of the truth.
     return not replace(effect, noise=(), drawn=False).exact
 
 
 def _is_plain(plan: UpdatePlan) -> bool:
-    """Says whether a single gradient is seen, behind noise and clipping at most."""
+    """Returns whether a single gradient is seen, behind noise and clipping at most."""
     return not _is_altered(plan.first.effect) and plan.training.algorithm == "fedsgd"
 
 
-def reads_in_closed_form(plan: UpdatePlan) -> bool:
+def _reads_in_closed_form(plan: UpdatePlan) -> bool:
     """Returns whether the first layer's update gives images away without a search."""
     spec = plan.first.model
     if not _is_plain(plan) or spec.parameters.get("imprint"):
@@ -67,7 +67,7 @@ def reads_in_closed_form(plan: UpdatePlan) -> bool:
     return spec.name == "kan" and plan.first.num_images <= int(hidden)
 
 
-def rows_are_the_image(plan: UpdatePlan) -> bool:
+def _rows_are_the_image(plan: UpdatePlan) -> bool:
     """Returns whether each row of a first layer's gradient is a multiple of the only image."""
     first = plan.first
     if not _is_plain(plan) or first.num_images != 1:
@@ -78,7 +78,7 @@ def rows_are_the_image(plan: UpdatePlan) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Disturbance:
+class _Disturbance:
     """An update y that is seen of a computed one u, as y / scale = u + error + noise."""
 
     scale: float
@@ -91,17 +91,24 @@ class Disturbance:
 
 def disturbance(
     plan: UpdatePlan, observation: Observation, model: Classifier, images: Tensor, labels: Tensor
-) -> Disturbance:
-    """Returns what the stack does to the update of normalized `images`, in `UpdateMap`'s order.
+) -> _Disturbance:
+    """Returns what a plan's stack does to the update of a batch, in the order of `UpdateMap`.
 
     Noise is not drawn where it is all, so that larger noise is never a smaller disturbance.
+
+    Args:
+        plan: the stack, and the training before its defenses.
+        observation: one of the plan's, whose weights the update starts from.
+        model: the observation's model; it is set to float32.
+        images: normalized images (N, C, H, W), of all clients one after another.
+        labels: (N,) classes of `images`.
     """
     effect, clients = observation.effect, observation.num_clients
     altered = _is_altered(effect)
     scaled = effect.scaled or effect.scaled_examples
     std = noise_std(effect.noise, observation.training, clients)
     if not altered and not scaled:
-        return Disturbance(scale=1.0, error=None, std=std)
+        return _Disturbance(scale=1.0, error=None, std=std)
     plain: list[Tensors] = []
     defended: list[Tensors] = []
     state, names = model.to(torch.float32), tuple(observation.parameters)
@@ -126,7 +133,7 @@ def disturbance(
         # A clipped update has a known factor, which the mean averages over clients.
         norms = [float(flat(each, names).norm()) for each in plain]
         scale = sum(min(1.0, effect.bound / max(n, 1e-30)) for n in norms) / len(norms)
-    return Disturbance(
+    return _Disturbance(
         scale=scale,
         error=seen / scale - computed if altered else None,
         std=0.0 if altered else std / scale,
@@ -156,37 +163,36 @@ def _update(
     *,
     bare: bool,
 ) -> Tensors:
+    """Returns a client's update, as computed if `bare`, and else as its stack makes it."""
     training = observation.training
-    batches = _batches_of(training, images, labels)
     stack = Stack() if bare else plan.stack
     # Defenses remember nothing yet, as in a client's first round.
     with stack.memory_of({}):
-        trained = train(
+        update = train(
             model,
             observation.model,
             observation.parameters,
             observation.buffers,
-            batches,
+            _batches_of(training, images, labels),
             training,
             stack,
             stream,
-        )
-    update = trained.update
+        ).update
     if bare:
         return update
     state = stack.init(update, plan.declared)
     return stack.apply(update, state, stream)[0]
 
 
-DISTANCES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
+_DISTANCES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01)
 """Shares of the way from the truth to the guess at which the slope is looked at."""
-LANCZOS_STEPS = 12
+_LANCZOS_STEPS = 12
 _STEP = 1e-6
 """Step of a difference quotient, in units of the way; hardly any unit switches within it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spectrum:
+class _Spectrum:
     """Eigenvalues of J'J that Lanczos finds from one direction of images, and its shares."""
 
     eigenvalues: Tensor
@@ -208,7 +214,15 @@ class UpdateMap:
         training: LocalTraining,
         clients: int,
     ) -> None:
-        """Prepares the function of `clients`; `model` is set to float64, whatever its weights."""
+        """Prepares the function.
+
+        Args:
+            model: architecture, whatever its weights; it is set to float64.
+            parameters: weights by name.
+            buffers: batch-norm statistics by name.
+            training: local training of a client, whose dropout is left out.
+            clients: number of clients in the mean.
+        """
         self._parameters = {n: t.detach().double() for n, t in parameters.items()}
         state = {n: t.double() if t.is_floating_point() else t for n, t in buffers.items()}
         # Masks of dropout are nobody's to know: their mean is computed.
@@ -260,21 +274,19 @@ def flat(tensors: Tensors, names: Sequence[str]) -> Tensor:
     return torch.cat([tensors[name].flatten() for name in names])
 
 
-def spectrum(
+def _lanczos(
     update_map: UpdateMap, images: Tensor, labels: Tensor, start: Tensor, short: float
-) -> Spectrum:
-    """Returns eigenvalues of J'J with the shares of the direction `start` in them, by Lanczos.
-
-    Weighted sums of a smooth function over these few are close to those over all eigenvalues (Golub
-    and Meurant, Matrices, Moments and Quadrature, 2010). `short` is the length from truth to guess.
-    """
+) -> _Spectrum:
+    """Finds a few eigenvalues of J'J; `short` is the length of the way from truth to guess."""
+    # Weighted sums of a smooth function over these few are close to those over all eigenvalues
+    # (Golub and Meurant, Matrices, Moments and Quadrature, 2010).
     short = _STEP * short
     square = float(start.square().sum())
     if square == 0:
         nothing = torch.zeros(1, dtype=torch.float64)
-        return Spectrum(eigenvalues=nothing, weights=nothing + 1, square=0.0)
+        return _Spectrum(eigenvalues=nothing, weights=nothing + 1, square=0.0)
     basis, diagonal, beside = [start / math.sqrt(square)], [], []
-    for step in range(LANCZOS_STEPS):
+    for step in range(_LANCZOS_STEPS):
         current = basis[-1]
         # J v by a central difference, J' of it by backward
         # differentiation: J itself is never formed.
@@ -288,7 +300,7 @@ def spectrum(
                 image = image - (image * vector).sum() * vector
         size = float(image.norm())
         # Nothing new is left: the space that the direction generates is exhausted.
-        if step == LANCZOS_STEPS - 1 or size <= 1e-10 * max(diagonal):
+        if step == _LANCZOS_STEPS - 1 or size <= 1e-10 * max(diagonal):
             break
         beside.append(size)
         basis.append(image / size)
@@ -296,7 +308,7 @@ def spectrum(
     for k, size in enumerate(beside):
         tridiagonal[k, k + 1] = tridiagonal[k + 1, k] = size
     eigenvalues, vectors = torch.linalg.eigh(tridiagonal)
-    return Spectrum(
+    return _Spectrum(
         eigenvalues=eigenvalues.clamp_min(0),
         # The squared first entries of the eigenvectors are the weights of Gaussian quadrature.
         weights=vectors[0].square(),
@@ -304,15 +316,15 @@ def spectrum(
     )
 
 
-DESCENT_STEPS = 80
+_DESCENT_STEPS = 80
 """T: accelerated steps of a matching attack, set on ten deployments of benchmarks/preflight.py."""
-STALL_SHARE = 0.25
+_STALL_SHARE = 0.25
 """A descent stalls where the slope explains less than this share of the distance. Set as T."""
 MOST_GAIN = 50.0
 """Largest gain, dB: float32 gradients resolve pixels no better."""
 MOST_IMAGES = 32
 """Images per update that the estimate uses. For larger updates the result is an upper bound."""
-DRAWS = 4
+_DRAWS = 4
 """Batches of stand-in images that are averaged over."""
 _WORK = 2e7
 """Parameters times images of all draws together, above which there are fewer draws."""
@@ -335,7 +347,7 @@ class Estimate:
     ceiling: float | None
     """dB that noise leaves an attack without a descent; None unless noise is all that is added."""
     closed_form: bool
-    """Whether an attack reads the images off without a search (`reads_in_closed_form`)."""
+    """Whether an attack reads the images off without a search."""
     images: int
     """Images in the largest update that was computed."""
     draws: int
@@ -367,12 +379,9 @@ def estimate(plan: UpdatePlan) -> Estimate:
 
 
 def _mean_gain(errors: Sequence[float]) -> float:
-    return sum(map(gain_of, errors)) / len(errors)
-
-
-def gain_of(error: float) -> float:
-    """Returns the gain, -10 log10(`error`) dB, kept from 0 to 50 (`MOST_GAIN`)."""
-    return min(MOST_GAIN, max(0.0, -10 * math.log10(min(1.0, max(error, 1e-12)))))
+    """Returns the mean of -10 log10(error) dB, each kept from 0 to `MOST_GAIN`."""
+    gains = [-10 * math.log10(min(1.0, max(error, 1e-12))) for error in errors]
+    return sum(min(MOST_GAIN, max(0.0, gain)) for gain in gains) / len(errors)
 
 
 @dataclass(frozen=True)
@@ -383,32 +392,32 @@ class _Case:
     images: Tensor
     labels: Tensor
     way: Tensor
-    disturbance: Disturbance
+    disturbance: _Disturbance
 
 
 def _at(plan: UpdatePlan, largest: int) -> Estimate:
     """Returns the estimate at exactly this batch size; `largest` is the largest of the plan."""
-    closed = reads_in_closed_form(plan)
+    closed = _reads_in_closed_form(plan)
     power = 1 if plan.first.effect.scaled or plan.first.effect.scaled_examples else 2
     # μ >= λ_2 / T², or λ_2 / T where clipping hides the length, as the module says.
-    floor = _NO_DESCENT if closed else DESCENT_STEPS**-power
+    floor = _NO_DESCENT if closed else _DESCENT_STEPS**-power
     count = plan.first.num_images
     size = sum(value.numel() for value in plan.first.parameters.values())
-    draws = max(1, min(DRAWS, int(_WORK / (size * count))))
+    draws = max(1, min(_DRAWS, int(_WORK / (size * count))))
     cases = [
         _case(plan, plan.observations[k % len(plan.observations)], k, largest)
         for k in range(max(draws, len(plan.observations)))
     ]
-    stall = 0.0 if closed or rows_are_the_image(plan) else _stall(cases)
+    stall = 0.0 if closed or _rows_are_the_image(plan) else _stall(cases)
     noisy = all(case.disturbance.error is None and case.disturbance.std > 0 for case in cases)
     stuck = stall >= 1
     # Where descents stall at once, the remainder still tells the ceiling behind noise.
     left = [] if stuck and not noisy else [_measure_remainder(case, floor) for case in cases]
     return Estimate(
-        gain=0.0 if stuck else _mean_gain([each.descent + stall**2 for each in left]),
+        gain=0.0 if stuck else _mean_gain([descent + stall**2 for descent, _ in left]),
         stall=stall,
-        unfinished=None if stuck else 10 ** (-_mean_gain([each.descent for each in left]) / 10),
-        ceiling=_mean_gain([each.noise for each in left]) if noisy else None,
+        unfinished=None if stuck else 10 ** (-_mean_gain([descent for descent, _ in left]) / 10),
+        ceiling=_mean_gain([noise for _, noise in left]) if noisy else None,
         closed_form=closed,
         images=count,
         draws=len(cases),
@@ -429,13 +438,11 @@ def _case(plan: UpdatePlan, observation: Observation, draw: int, largest: int) -
     return _Case(update_map, images, labels, way, disturbed)
 
 
-def slope_share(case: _Case, distance: float) -> float:
-    """Returns the share of the squared distance to the truth that the slope explains.
-
-    U is the update map, p = images + distance * way, r = U(p) - U(images), and J the derivative of
-    U at p. The share is <J'(r - error), distance * way> / |r|²; 0 if r is 0. It is 1 where U is
-    linear and the update exact.
-    """
+def _slope_share(case: _Case, distance: float) -> float:
+    """Returns the share of the squared distance to the truth that the slope explains."""
+    # U is the update map, p = images + distance * way, r = U(p) - U(images), and J the derivative
+    # of U at p. The share is <J'(r - error), distance * way> / |r|²; 0 if r is 0. It is 1 where U
+    # is linear and the update exact.
     at = case.images + distance * case.way
     residual = case.update_map(at, case.labels) - case.update_map(case.images, case.labels)
     square = float(residual.square().sum())
@@ -449,43 +456,36 @@ def slope_share(case: _Case, distance: float) -> float:
 
 
 def _stall(cases: Sequence[_Case]) -> float:
-    """Returns t_s: where the mean share that the slope explains falls below `STALL_SHARE`."""
+    """Returns t_s: where the mean share that the slope explains falls below `_STALL_SHARE`."""
     before = 1.0, math.inf
-    for distance in DISTANCES:
-        shares = [slope_share(case, distance) for case in cases]
+    for distance in _DISTANCES:
+        shares = [_slope_share(case, distance) for case in cases]
         share = sum(shares) / len(shares)
-        if share < STALL_SHARE:
+        if share < _STALL_SHARE:
             # It stalls at the guess itself.
             if math.isinf(before[1]):
                 return 1.0
             # The crossing between two distances: linear in the share, geometric in the distance.
-            part = (before[1] - STALL_SHARE) / (before[1] - share)
+            part = (before[1] - _STALL_SHARE) / (before[1] - share)
             return float(before[0] * (distance / before[0]) ** part)
         before = distance, share
     return 0.0
 
 
-@dataclass(frozen=True)
-class _Left:
-    """Shares of the squared error that are left, 0 to 1."""
+def _measure_remainder(case: _Case, floor: float) -> tuple[float, float]:
+    """Returns shares of the squared error, 0 to 1: left by the whole descent, and by noise alone.
 
-    descent: float
-    """Share left by noise, pruning and the limited number of steps."""
-    noise: float
-    """Share left by noise and pruning alone."""
-
-
-def _measure_remainder(case: _Case, floor: float) -> _Left:
-    """Computes the share of the squared error that μ of at least `floor` top eigenvalues leaves."""
+    The descent regularizes with μ of at least `floor` times the eigenvalue that counts.
+    """
     length = float(case.way.norm())
     if length == 0:
-        return _Left(1.0, 1.0)
-    own = spectrum(case.update_map, case.images, case.labels, case.way, length)
+        return 1.0, 1.0
+    own = _lanczos(case.update_map, case.images, case.labels, case.way, length)
     displaced = _displacement_spectrum(case, length)
     # The largest is an outlier that costs one step: the second sets the pace, if there is one.
     top = own.eigenvalues.sort(descending=True).values[:2]
     if float(top[0]) == 0:
-        return _Left(1.0, 1.0)
+        return 1.0, 1.0
     counts = float(top[-1]) or float(top[0])
 
     def best_above(floor: float) -> float:
@@ -497,10 +497,10 @@ def _measure_remainder(case: _Case, floor: float) -> _Left:
         tried = (least * 10 ** (k / _GRID) for k in range(math.ceil(decades * _GRID)))
         return min([1.0, *(_error(own, displaced, mu, length) for mu in tried)])
 
-    return _Left(best_above(floor), best_above(_NO_DESCENT))
+    return best_above(floor), best_above(_NO_DESCENT)
 
 
-def _error(own: Spectrum, displaced: Spectrum | None, mu: float, length: float) -> float:
+def _error(own: _Spectrum, displaced: _Spectrum | None, mu: float, length: float) -> float:
     error = float((own.weights * (mu / (own.eigenvalues + mu)) ** 2).sum())
     if displaced is not None:
         filtered = float((displaced.weights / (displaced.eigenvalues + mu) ** 2).sum())
@@ -508,7 +508,7 @@ def _error(own: Spectrum, displaced: Spectrum | None, mu: float, length: float) 
     return error
 
 
-def _displacement_spectrum(case: _Case, length: float) -> Spectrum | None:
+def _displacement_spectrum(case: _Case, length: float) -> _Spectrum | None:
     """Returns the spectrum of J'J as J'e sees it; None for an exact update."""
     error = case.disturbance.error
     if error is None:
@@ -519,4 +519,4 @@ def _displacement_spectrum(case: _Case, length: float) -> Spectrum | None:
         drawn = torch.randn(entries, generator=rng.generator(0, "noise"), dtype=torch.float64)
         error = case.disturbance.std * drawn
     (start,) = case.update_map.pull_back(case.images, case.labels, [error])
-    return spectrum(case.update_map, case.images, case.labels, start, length)
+    return _lanczos(case.update_map, case.images, case.labels, start, length)

@@ -29,34 +29,27 @@ import math
 import numpy as np
 
 from fedsim.privacy.numerics import gaussian
-from fedsim.privacy.numerics.special import (
-    Array,
-    require_delta,
-    require_epsilon,
-    require_range,
-    solve,
-)
+from fedsim.privacy.numerics.special import Array, require_delta, require_range, solve
 from fedsim.types import FedsimError
 
 
 def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> float:
     """Computes σ of the rows σ I appended to data: sqrt(4 l² (sqrt(2 r log(4/δ)) + log(4/δ)) / ε).
 
-    A Gaussian random projection of the data with these rows onto `r` columns is then (ε,
-    δ)-private, by the paper. `row_norm` is l, at least the L2 norm of every row that any database
-    may have. Sheffet takes l from the data. That releases l, and the noise of two neighbours then
-    differs.
+    A Gaussian random projection of the data with these rows is then (ε, δ)-private, by the paper.
+
+    Args:
+        row_norm: l, at least the L2 norm of every row that any database may have. Sheffet takes it
+            from the data: that releases l, and the noise of two neighbours then differs.
+        r: columns of the projection.
+        epsilon: above 0.
+        delta: in (0, 1).
 
     >>> round(sheffet_sigma(1.1075, 300, 1.0, 1 / 2809), 3)
     20.317
     """
-    norm = float(require_range("row_norm", row_norm, 0.0, 1e300, "a norm of at least 0"))
-    columns = float(require_range("r", r, 1.0, 1e300, "a number of columns, at least 1"))
-    eps = float(
-        require_range("epsilon", require_epsilon(epsilon), 1e-300, 1e300, "a number above 0")
-    )
-    log = math.log(4 / float(require_delta(delta)))
-    return 2 * norm * math.sqrt((math.sqrt(2 * columns * log) + log) / eps)
+    log = math.log(4 / delta)
+    return 2 * row_norm * math.sqrt((math.sqrt(2 * r * log) + log) / epsilon)
 
 
 def mutual_information_leverage(delta: float, r: float) -> float:
@@ -99,8 +92,13 @@ def kan_independent_epsilon(
 
     The theorem's divergences of a step are 8 q² α / σ² at order α = 1 + 2 ln(1/δ) / ε. Half of ε is
     for them, and half for ln(1/δ) / (α - 1). The claim is false of short runs: it should be stated
-    only with a proven bound beside it. `noise` is σ > 0, a step's deviation over the clipping norm,
-    and `sampling_rate` q, a batch's share of the examples. No argument is checked.
+    only with a proven bound beside it. No argument is checked.
+
+    Args:
+        noise: σ > 0, a step's standard deviation over the clipping norm.
+        delta: in (0, 1).
+        steps: T.
+        sampling_rate: q, a batch's share of the examples.
 
     >>> round(kan_independent_epsilon(8.0, 1e-5, steps=1000, sampling_rate=0.01), 4)
     0.7713
@@ -121,9 +119,15 @@ def kan_noise(
     """Computes the noise multiplier that Theorem F.12 of the KAN paper asks for.
 
     That is sqrt((1 + η) T q) sqrt(2 ln(1.25 / ((1 - α) δ))) / ((1 - λ) ε), with α = 1/2 and η =
-    sqrt(3 ln(1 / (α δ)) / (T q)), or what the exact Gaussian mechanism takes if that is more. q is
-    the `sampling_rate`, and λ in [0, 1) the `correlation`, the share of the last step's noise that
-    is taken back. Neighbours exchange an example's contribution for zero.
+    sqrt(3 ln(1 / (α δ)) / (T q)), or what the exact Gaussian mechanism takes if that is more.
+    Neighbours exchange an example's contribution for zero.
+
+    Args:
+        epsilon: above 0.
+        delta: in (0, 1).
+        steps: T.
+        sampling_rate: q, the probability of an example to be in a step's batch.
+        correlation: λ in [0, 1), the share of the last step's noise that is taken back.
 
     Raises:
         FedsimError: ε is 0, or η > 1, so that the theorem does not apply.
@@ -139,7 +143,15 @@ def kan_noise(
 def kan_epsilon(
     noise: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """Computes the least ε for which `kan_noise`, whose errors it has, is at most `noise`."""
+    """Computes the least ε for which `kan_noise`, whose errors it has, is at most `noise`.
+
+    Args:
+        noise: standard deviation of z_t over the clipping norm.
+        delta: in (0, 1).
+        steps: T.
+        sampling_rate: q, the probability of an example to be in a step's batch.
+        correlation: λ in [0, 1).
+    """
     reach = _reach(delta, steps=steps, sampling_rate=sampling_rate, correlation=correlation)
     exact = float(gaussian.epsilon(noise / reach, (1 - _SHARE) * delta))
     return max(_classical(delta) * reach / noise, exact)

@@ -70,10 +70,16 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
 
 
 def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
-    """Finds the least noise that makes `mechanism` (ε, δ)-private; `keys` are its calibration's.
+    """Finds the least noise that makes `mechanism` (ε, δ)-private.
 
     The answer states the noise in a field such as `sigma` or `noise_multiplier`. Where the number
-    of draws takes the place of noise, `draws` is the largest that is private. ε is at most 10^6.
+    of draws takes the place of noise, `draws` is the largest that is private.
+
+    Args:
+        mechanism: a name that `fedsim privacy` lists.
+        keys: values of the keys of its calibration.
+        epsilon: at least 0, at most 10^6.
+        delta: in (0, 1).
 
     Raises:
         FedsimError: as of `delta`; or the mechanism has no noise to find.
@@ -268,9 +274,16 @@ _LOWEST = -30.0
 
 
 def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) -> None:
-    """Writes a PNG of the curve of `mechanism` with `keys` to `path`, the `answer` marked in it.
+    """Writes a PNG of the curve of `mechanism`, with an answer marked in it.
 
-    A FedsimError says that the path does not end in .png, or that a key is wrong.
+    Args:
+        path: file to write, which ends in .png.
+        mechanism: a name that `fedsim privacy` lists.
+        keys: values of the keys of its curve.
+        answer: what is marked, an answer of `delta` or `epsilon` with these keys.
+
+    Raises:
+        FedsimError: the path does not end in .png, or a key is wrong.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

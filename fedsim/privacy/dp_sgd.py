@@ -6,7 +6,7 @@ It stands beside the ledger, which accounts it, and not among the mechanisms, wh
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal, Self, final
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -106,7 +106,6 @@ class _DPSGDKeys(Stated):
         )
 
 
-@final
 class _DPSGDCurve(_DPSGDKeys, Curve):
     """ε and δ of a training with a given noise."""
 
@@ -131,7 +130,6 @@ def _delta(up: float) -> float:
     return math.exp(min(up - _SMALLEST, -1e-9))
 
 
-@final
 class _DPSGDCalibration(_DPSGDKeys, Calibration):
     """The least noise of a whole training that is (ε, δ)-private."""
 

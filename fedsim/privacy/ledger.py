@@ -231,8 +231,15 @@ def of_steps(
 ) -> tuple[float, str]:
     """Returns ε, and its accountant's name, of `rounds` rounds whose steps release by `mechanism`.
 
-    ε is inf where the noise is too small for a finite one, and 0 without any release. `training` is
-    that after the stack's training defenses; for `known`, see `Entry`.
+    ε is inf where the noise is too small for a finite one, and 0 without any release.
+
+    Args:
+        mechanism: the Gaussian mechanism of a step.
+        training: local training after the stack's training defenses.
+        rounds: rounds that the client takes part in.
+        num_examples: number of examples that the client holds.
+        delta: in (0, 1).
+        known: as of `Entry`.
     """
     if mechanism.sampling not in _INDEPENDENT:
         spent = _Batches(mechanism, rounds, 1, training.batch_size)

@@ -54,22 +54,31 @@ def share_p_value(
 ) -> float:
     """Returns the p-value of an (ε, δ) under which `told` of so many `members` are told.
 
-    The threshold is the `accused`-th highest score of `others` that took no part. Without δ, the
-    claim is refuted at the level α if the lower end of Clopper and Pearson's interval (1934) of the
-    share told is above `tpr_limit` at `certain_rate`, each wrong with probability α / 2 at most.
-    The result is the least such α, and 1 if there is none.
+    Candidates are told by a threshold, the `accused`-th highest score of `others` that took no
+    part. The result is 1 where nothing is refuted. Errors are those of `certain_rate` and
+    `tpr_limit`.
 
-    All candidates are of one run, in which δ may show many of them together. Of m candidates 2 m δ
-    at most are bounded by no ε on average (Steinke, Nasr and Jagielski, Privacy Auditing with One
-    (1) Training Run, NeurIPS 2023), so that more than i are with a chance of 2 m δ / (i + 1) at
-    most. For each i, that many are taken from those told and from the others, and that chance is
-    added. The result is the least of these. Errors are those of `certain_rate` and `tpr_limit`.
+    Args:
+        told: members whose score is above the threshold.
+        members: candidates that took part.
+        accused: the threshold's place among the others.
+        others: candidates that took no part.
+        epsilon: at least 0.
+        delta: in [0, 1].
 
     >>> round(share_p_value(5, 100, 1, 99, 1.0, 0.0), 2)
     0.55
     >>> share_p_value(80, 100, 1, 99, 1.0, 0.0) < 1e-6
     True
     """
+    # Without δ, the claim is refuted at the level α if the lower end of Clopper and Pearson's
+    # interval (1934) of the share told is above `tpr_limit` at `certain_rate`, each wrong with
+    # probability α / 2 at most. The result is the least such α.
+    # All candidates are of one run, in which δ may show many of them together. Of m candidates
+    # 2 m δ at most are bounded by no ε on average (Steinke, Nasr and Jagielski, Privacy Auditing
+    # with One (1) Training Run, NeurIPS 2023), so that more than i are with a chance of
+    # 2 m δ / (i + 1) at most. For each i, that many are taken from those told and from the others,
+    # and that chance is added. The result is the least of these.
     _check(epsilon, delta, 0.0)
     most = min(told, others - accused) if delta else 0
     # Powers of two are enough: the chance is at most twice that of any number between them.
@@ -112,17 +121,23 @@ def row_claim(
 ) -> tuple[float, float] | None:
     """Returns the (ε, δ) between an update's worlds with and without one example; None if unknown.
 
-    Whoever hides all of a client's data hides one example. The client takes part in both worlds.
-    Where a claim (of `unit` and `relation`) exchanges it for zero or for none, two such steps lead
-    from one world to the other (group privacy); of an ε above 350 they give (inf, 0), which limits
-    nothing.
+    The client takes part in both worlds. Of an ε above 350 group privacy gives (inf, 0), which
+    limits nothing.
 
-    A claim that exchanges a `sampled` example (one whose presence changes no other one's place in a
-    batch) for zero leaves the client's number of examples as it is, so that where the example is
-    absent, another one is there. These are two steps as well: one leaves, and the other comes.
+    Args:
+        unit: what the claim hides.
+        relation: the neighbours that it tells apart.
+        epsilon: ε of the claim.
+        delta: δ of the claim.
+        sampled: whether an example's presence changes no other one's place in a batch.
     """
+    # Whoever hides all of a client's data hides one example.
     if (unit, relation) in (("example", "add_or_remove"), ("client", "replace_one")):
         return epsilon, delta
+    # Where a claim exchanges it for zero or for none, two such steps lead from one world to the
+    # other (group privacy). One that exchanges a sampled example for zero leaves the client's
+    # number of examples as it is, so that where the example is absent, another one is there. These
+    # are two steps as well: one leaves, and the other comes.
     going = unit == "client" and relation in ("zero_out", "add_or_remove")
     if going or (unit == "example" and relation == "zero_out" and sampled):
         if epsilon > 350:  # no limit is left, and the exponential would overflow

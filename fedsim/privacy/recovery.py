@@ -53,20 +53,13 @@ def tensor_rate(
         classes: K.
         noise: σ, standard deviation of the noise in units of one image's part of an entry of ∂L/∂A.
         clipped: c = max(1, |g| / S) of clipping to S, which scales the noise.
-        kept: p, the share of neurons that dropout keeps.
-
-    Raises:
-        ValueError: `kept` is not in (0, 1], `clipped` below 1, or another argument not positive.
+        kept: p in (0, 1], the share of neurons that dropout keeps.
 
     >>> tensor_rate(width=4096, dimension=64, images=1, classes=2)
     0.25
     >>> tensor_rate(width=4096, dimension=64, images=1, classes=2, noise=1, clipped=3)
     1.0
     """
-    if not (0 < kept <= 1 and clipped >= 1 and noise >= 0):
-        raise ValueError("expected kept in (0, 1], clipped >= 1 and noise >= 0")
-    if min(width, dimension, images, classes) < 1:
-        raise ValueError("expected width, dimension, images and classes of at least 1")
     return classes * (images + noise * clipped) * math.sqrt(dimension / (kept * width))
 
 
@@ -77,14 +70,9 @@ def gaussian_information(energy: float, std: float) -> float:
     deviation on an entry. An example of DP-SGD with noise multiplier z and clipping norm C has
     energy C² behind the deviation z C on the sum: 1 / (2 z²).
 
-    Raises:
-        ValueError: `std` is not positive or `energy` is negative.
-
     >>> gaussian_information(energy=1.0, std=2.0)
     0.125
     """
-    if std <= 0 or energy < 0:
-        raise ValueError("expected std > 0 and energy >= 0")
     # n ln(1 + P / n) <= P in any number n of entries.
     return energy / (2 * std**2)
 
@@ -99,16 +87,11 @@ def chance_within(error: float, information: float, dimension: int) -> float:
     `dimension` >= 2. It does not hold of an attacker with prior knowledge, such as that features
     are alike.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     >>> round(chance_within(0.5, information=5.6, dimension=512), 3)
     0.018
     """
     from scipy.special import betainc
 
-    if not (0 < error < 1 and information >= 0 and dimension >= 2):
-        raise ValueError("expected error in (0, 1), information >= 0 and dimension >= 2")
     # The squared sine of a uniform direction's angle to a
     # line has the law Beta((d - 1) / 2, 1 / 2).
     share = float(betainc((dimension - 1) / 2, 0.5, error**2))
@@ -135,15 +118,10 @@ _FARTHEST = math.sqrt(2)
 
 
 @cache
-def activation_moment(activation: str) -> float:
-    """Computes min(|ν|, |λ|) of Assumption A.1, the moments that an activation leaves of features.
-
-    `activation` is one of the names that `RecoverySetting.activation` takes. ν is E σ^(k)(z) of
-    standard normal z at the first k >= 2 where it is not 0, and λ at the first k >= 3.
-
-    >>> round(activation_moment("relu"), 4)
-    0.3989
-    """
+def _activation_moment(activation: str) -> float:
+    """Computes min(|ν|, |λ|) of Assumption A.1: what an activation leaves of features."""
+    # ν is E σ^(k)(z) of standard normal z at the first k >= 2 where it is not 0, and λ at the first
+    # k >= 3.
     from scipy.integrate import quad
 
     function = _ACTIVATIONS[activation]
@@ -198,23 +176,25 @@ def tensor_bound(
     """Returns Theorem B.1's bound at `rate`, with what of its conditions can be checked.
 
     With every hidden constant and logarithm taken for 1 the conditions are the easiest to meet: a
-    bound that fails here fails whatever they are. `rate` is `tensor_rate` of the same setting,
-    noise and dropout included, but `width` counts neurons left by dropout. `independence` is π_min
-    in (0, 1], the least singular value of the unit features. Of `steps`, the paper proves one and
-    two.
+    bound that fails here fails whatever they are.
 
-    Raises:
-        ValueError: the activation is unknown, or `independence` not in (0, 1].
+    Args:
+        rate: `tensor_rate` of the same setting, noise and dropout included.
+        width: neurons that dropout left.
+        dimension: d of the features.
+        images: B.
+        classes: K.
+        activation: a name that `fedsim privacy recovery` lists.
+        independence: π_min in (0, 1], the least singular value of the unit features.
+        steps: local steps, of which the paper proves one and two.
     """
-    if activation not in _ACTIVATIONS or not 0 < independence <= 1:
-        raise ValueError("expected a known activation and an independence in (0, 1]")
     # Checked before the rate is looked at: without a unique decomposition it has no meaning.
     if images > dimension:
         return TensorBound(
             reason=f"{images} images are more than the {dimension} dimensions of their features, "
             "whose tensor has no unique decomposition (section 3.4)"
         )
-    moment = activation_moment(activation)
+    moment = _activation_moment(activation)
     value = rate / (moment * independence**2)
     neurons = (classes * images) ** 2 * dimension / (moment * independence) ** 2
     failed = {
@@ -361,7 +341,7 @@ def least_normal_error(variances: Sequence[float], information: float) -> float:
 _PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
 
-class RecoverySetting(Keys):
+class _RecoverySetting(Keys):
     """The two-layer head, its batch and the defenses of which bounds are asked."""
 
     width: Count
@@ -398,54 +378,49 @@ class DefenseBounds:
     """What theory says of one defense; None where it says nothing, with the reason."""
 
     defense: str
-    rate: float | None
+    rate: float | None = None
     """`tensor_rate`, to which the tensor attack's error is proportional."""
-    upper: float | None
+    upper: float | None = None
     """Upper bound of the tensor attack's error, a root mean square distance of unit features, with
     the hidden constant and logarithms at 1."""
-    valid: bool
+    valid: bool = False
     """Whether the conditions of the theorem hold, as far as they can be checked."""
-    reason: str | None
+    reason: str | None = None
     """Why the theorem does not apply, or says nothing; None if it applies."""
-    lower: float | None
+    lower: float | None = None
     """Least mean sine of the angle between a feature of uniform direction and the span of any
     attack's answers, one for each image: the span error of tables."""
-    identified: float | None
+    identified: float | None = None
     """Chance of any attack, at most, to have a given image of the batch among its answers: as many
     candidates as the batch has images. To have any of them is likelier."""
-    lower_reason: str | None
+    lower_reason: str | None = None
     """Why `lower` and `identified` are None; None if they are not."""
-
-
-def make_setting(keys: Mapping[str, Any]) -> RecoverySetting:
-    """Builds a setting from values of its fields by name; one that misfits is a FedsimError."""
-    from fedsim.scenario.explain import explain, known_keys
-
-    try:
-        return RecoverySetting.model_validate(dict(keys))
-    except ValidationError as error:
-        told = explain(error, dict(keys), known_keys(RecoverySetting))
-        lines = [
-            f"{'.'.join(map(str, path))}: {message}".removeprefix(": ") for path, message in told
-        ]
-        raise FedsimError("\n".join(f"recovery: {line}" for line in lines)) from error
 
 
 def list_keys(as_json: bool = False) -> str:
     """Returns the keys of `recovery` with type, default, range and description, for a terminal."""
-    keys = [asdict(parameter) for parameter in parameters(RecoverySetting)]
+    keys = [asdict(parameter) for parameter in parameters(_RecoverySetting)]
     return json.dumps(keys, indent=2) if as_json else "\n".join(key_table(keys, 80))
 
 
 def recovery(keys: Mapping[str, Any]) -> list[DefenseBounds]:
     """Returns the bounds behind each of nine defenses of Liu et al., section 3, in a fixed order.
 
-    `keys` has values of the fields of `RecoverySetting` by name.
+    `keys` has values by name, which `fedsim privacy recovery` lists.
 
     Raises:
         FedsimError: a key is missing, unknown or out of range.
     """
-    asked = make_setting(keys)
+    from fedsim.scenario.explain import explain, known_keys
+
+    try:
+        asked = _RecoverySetting.model_validate(dict(keys))
+    except ValidationError as error:
+        told = explain(error, dict(keys), known_keys(_RecoverySetting))
+        lines = [
+            f"{'.'.join(map(str, path))}: {message}".removeprefix(": ") for path, message in told
+        ]
+        raise FedsimError("\n".join(f"recovery: {line}" for line in lines)) from error
     plain = asked.model_copy(update={"noise": 0.0, "clipped": 1.0})
     several = asked.steps > 1
     # Whatever is not random is a function of the data: an attacker may know it by heart.
@@ -465,7 +440,7 @@ def recovery(keys: Mapping[str, Any]) -> list[DefenseBounds]:
         _dp_sgd(asked),
         _bounds("aggregation", plain, silent, images=asked.images * asked.clients),
         _bounds("dropout", plain, "it hides neurons and adds no noise", kept=asked.kept),
-        _without_limit("pruning", TensorBound(reason=_PRUNED), silent),
+        DefenseBounds(defense="pruning", reason=_PRUNED, lower_reason=silent),
     ]
 
 
@@ -478,7 +453,7 @@ _UNCLIPPED = "noise without a bound of one image's part: a large enough gradient
 
 def _bounds(
     defense: str,
-    asked: RecoverySetting,
+    asked: _RecoverySetting,
     silent: str,
     *,
     images: int | None = None,
@@ -486,30 +461,30 @@ def _bounds(
     kept: float = 1.0,
 ) -> DefenseBounds:
     count = images or asked.images
+    shape = {"dimension": asked.dimension, "images": count, "classes": asked.classes}
     rate = tensor_rate(
-        width=asked.width,
-        dimension=asked.dimension,
-        images=count,
-        classes=asked.classes,
-        noise=asked.noise,
-        clipped=asked.clipped,
-        kept=kept,
+        width=asked.width, **shape, noise=asked.noise, clipped=asked.clipped, kept=kept
     )
     found = tensor_bound(
         rate,
         # Neurons that a defense removed give no equation: the rest is a narrower head.
         width=max(1, math.floor(kept * asked.width)),
-        dimension=asked.dimension,
-        images=count,
-        classes=asked.classes,
+        **shape,
         activation=asked.activation,
         independence=asked.independence,
         steps=steps,
     )
-    return _without_limit(defense, found, silent)
+    return DefenseBounds(
+        defense=defense,
+        rate=found.rate,
+        upper=found.value,
+        valid=found.is_valid,
+        reason=found.reason,
+        lower_reason=silent,
+    )
 
 
-def _dp_sgd(asked: RecoverySetting) -> DefenseBounds:
+def _dp_sgd(asked: _RecoverySetting) -> DefenseBounds:
     found = _bounds("clipping and noise (DP-SGD)", asked, "noise_multiplier is not given")
     if asked.noise_multiplier is None:
         return found
@@ -524,19 +499,6 @@ def _dp_sgd(asked: RecoverySetting) -> DefenseBounds:
         lower=least_direction_error(asked.dimension, success, asked.images),
         identified=success(min(1.0, asked.images / asked.candidates)),
         lower_reason=None,
-    )
-
-
-def _without_limit(defense: str, found: TensorBound, silent: str) -> DefenseBounds:
-    return DefenseBounds(
-        defense=defense,
-        rate=found.rate,
-        upper=found.value,
-        valid=found.is_valid,
-        reason=found.reason,
-        lower=None,
-        identified=None,
-        lower_reason=silent,
     )
 
 

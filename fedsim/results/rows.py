@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.attacking.jobs import Job, Result
-from fedsim.audit import Step, audited_epsilon, quiet
+from fedsim.audit import audited_epsilon
 from fedsim.federation.records import SILENT, RoundRecord
 from fedsim.privacy import membership
 from fedsim.privacy.recovery import mean_limit, success_limit
@@ -35,7 +35,9 @@ Key = tuple[str, str, str]
 """(stack, attack label, observation id)."""
 
 
-def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
+def audit_row(
+    workload: Workload, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> Row | None:
     """Audits the workload's stack by canaries, and returns its line of `audit.jsonl`.
 
     The result is None if the scenario asks for no audit, or the stack claims nothing. `on_progress`

@@ -13,13 +13,13 @@ from scipy.stats import binom
 
 from fedsim.audit.bounds import (
     LEAST_DRAWS,
+    _lower_end,
+    _one_run_p_value,
+    _upper_end,
     gaussian_bound,
-    lower_end,
     mu_bound,
     one_run_bound,
-    one_run_p_value,
     threshold_bound,
-    upper_end,
 )
 from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError
@@ -46,7 +46,7 @@ def randomized_response(epsilon: float, delta: float) -> Worlds:
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 50), (1, 50), (17, 50), (50, 50)])
 def test_clopper_pearson_inverts_the_binomial_tails(successes: int, trials: int) -> None:
-    low, high = (end(successes, trials, 0.01) for end in (lower_end, upper_end))
+    low, high = (end(successes, trials, 0.01) for end in (_lower_end, _upper_end))
     if successes:
         assert binom.sf(successes - 1, trials, low) == pytest.approx(0.01, rel=1e-9)
     else:
@@ -171,7 +171,7 @@ def by_hand(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 def test_the_p_value_is_the_theorems(
     epsilon: float, delta: float, guesses: int, correct: int
 ) -> None:
-    found = one_run_p_value(30, guesses, correct, epsilon, delta)
+    found = _one_run_p_value(30, guesses, correct, epsilon, delta)
     assert found == pytest.approx(by_hand(30, guesses, correct, epsilon, delta), rel=1e-9)
 
 

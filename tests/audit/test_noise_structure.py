@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from audit_cases import find_bound
 from tiny import tiny_scenario
 from torch import Tensor
 
-from fedsim.audit.two_worlds import choose_look
+from fedsim.audit.two_worlds import _choose_look
 from fedsim.contracts.stack import Stack
-from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
 from fedsim.training.workload import Workload
 from fedsim.types import Tensors
@@ -83,14 +83,6 @@ def honest(drawn: list[Noise]) -> Noise:
 LIES: list[Lie] = [spared_tensor, spared_entry, signs, same_again, taken_back, same_in_all_tensors]
 
 
-def bound_of(workload: Workload) -> tuple[float, float]:
-    """(ε that is shown, ε that is claimed)."""
-    row = rows.audit_row(workload)
-    assert row is not None
-    claimed = rows.spent(workload, workload.scenario.training.rounds).epsilon
-    return float(row["audited_epsilon"]), claimed
-
-
 @pytest.mark.parametrize("lie", [*LIES, honest])
 def test_a_clients_noise(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Stack.apply
@@ -107,7 +99,7 @@ def test_a_clients_noise(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
         return {name: clipped[name] + std * added[name] for name in noisy}, after
 
     monkeypatch.setattr(Stack, "apply", lying)
-    shown, claimed = bound_of(audited("client"))
+    shown, claimed = find_bound(audited("client"))
     assert (shown > claimed) == (lie is not honest)
 
 
@@ -126,7 +118,7 @@ def test_the_noise_of_an_examples_gradient(lie: Lie, monkeypatch: pytest.MonkeyP
         return {name: update[name] + std * value for name, value in lie(drawn).items()}
 
     monkeypatch.setattr("fedsim_defenses.dp_sgd.add_gaussian", lying)
-    shown, claimed = bound_of(audited("example"))
+    shown, claimed = find_bound(audited("example"))
     assert (shown > claimed) == (lie is not honest)
 
 
@@ -138,7 +130,7 @@ def test_what_is_chosen_on_one_half_shows_nothing_on_the_other() -> None:
     wrong = 0
     for _ in range(60):
         worlds: Any = draw.normal(size=(2, 400, 40))
-        scores = choose_look(*worlds)
+        scores = _choose_look(*worlds)
         found = two_world_bounds(*scores, delta=1e-5, confidence=0.95, gaussian=True)
         wrong += max(bound.epsilon for bound in found) > 0
     assert wrong <= 8

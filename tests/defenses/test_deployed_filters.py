@@ -72,12 +72,9 @@ def test_percentile_sends_no_more_than_it_proves(dtype: torch.dtype, steps: int)
     assert float(apply(filtered, update)["a"].double().norm()) <= proven
     # A bound from before it holds as well: what stays is not rounded by the steps.
     inner = {"a": torch.rand(1000, generator=stream(1)).to(dtype)}
-    shown = apply(replace_gamma(filtered, 1e3), inner)["a"]
+    wide = filtered.model_copy(update={"gamma": 1e3})
+    shown = apply(wide, inner)["a"]
     assert bool((shown.abs() <= inner["a"].abs()).all())
-
-
-def replace_gamma(filtered: PercentilePrivacy, gamma: float) -> PercentilePrivacy:
-    return filtered.model_copy(update={"gamma": gamma})
 
 
 def test_soteria_behind_noise_claims_nothing() -> None:
@@ -154,14 +151,11 @@ def test_local_dp_mod_states_what_follows_from_its_noise() -> None:
     assert stated.claimed_epsilon == 10
     equal = claimed(Clip(norm=1.0), GaussianNoise(std=math.sqrt(2 * math.log(1.25e5)) / 10))
     assert stated.epsilon == equal.epsilon == pytest.approx(10.4, abs=0.05)
+    # A tensor that is a single number passes without noise.
+    assert math.isinf(claimed(mod, weights={**WEIGHTS, "scale": torch.zeros(())}).epsilon)
     # A sensitivity of a ten thousandth of the clip, as a public platform has it.
     loose = LocalDpMod(clipping_norm=1.0, sensitivity=1e-4, epsilon=10.0, delta=1e-5)
     assert claimed(loose).epsilon == pytest.approx(213_089_418, rel=1e-3)
-
-
-def test_local_dp_mod_claims_nothing_of_a_single_number() -> None:
-    mod = LocalDpMod(clipping_norm=1.0, sensitivity=1.0, epsilon=1.0, delta=1e-5)
-    assert math.isinf(claimed(mod, weights={**WEIGHTS, "scale": torch.zeros(())}).epsilon)
 
 
 def test_soteria_prunes_the_features_with_the_least_slope_over_size() -> None:

@@ -15,7 +15,7 @@ from fedsim.privacy.mechanisms import least_squares, projection
 from fedsim.privacy.mechanisms.projection import bound
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.least_squares import LeastSquaresMechanism
-from fedsim_defenses.random_projection import largest_leverage, largest_residual
+from fedsim_defenses.random_projection import _largest_leverage, _largest_residual
 
 DELTA = 1e-3
 NORMAL = Release(kind="normal_coefficients", row_norm=1.5, columns=30, features=2)
@@ -91,7 +91,7 @@ def table(rows: int, error: float) -> torch.Tensor:
 @pytest.mark.slow
 def test_a_declared_residual_is_checked_and_saves_the_noise() -> None:
     rows = table(500, 1.0)
-    most, share = largest_leverage(rows), largest_residual(rows)
+    most, share = _largest_leverage(rows), _largest_residual(rows)
     # The residual is what a row's leverage in [B, b] has above that in B.
     inverse, of_features = (torch.linalg.inv(each.T @ each) for each in (rows, rows[:, :-1]))
     q = ((rows @ inverse) * rows).sum(1)
@@ -107,4 +107,4 @@ def test_a_declared_residual_is_checked_and_saves_the_noise() -> None:
     assert held.epsilon(DELTA, 1) <= replace(held, residual=1.0).epsilon(DELTA, 1)
     with pytest.raises(FedsimError, match=r"residual.*among the 500 rows of client 0"):
         LeastSquaresMechanism(epsilon=1.0, delta=DELTA, residual=0.9 * share).check({0: rows})
-    assert largest_residual(table(9, 0.0)) == 1
+    assert _largest_residual(table(9, 0.0)) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from fractions import Fraction
 
 import pydantic
@@ -24,7 +23,6 @@ from fedsim_defenses.clip import Clip
 from fedsim_defenses.dropout import Dropout
 from fedsim_defenses.gaussian_noise import GaussianNoise
 from fedsim_defenses.gradient_pruning import GradientPruning
-from fedsim_defenses.local_aggregation import LocalAggregation
 from fedsim_defenses.quantization import Quantization
 from fedsim_defenses.top_k import TopK
 
@@ -93,13 +91,6 @@ def test_exactly_floor_of_ratio_n_smallest_entries_become_zero(
         assert before[gone].abs().max() <= after[after != 0].abs().min()
 
 
-def test_of_equal_magnitudes_the_last_go_first() -> None:
-    update = {"a": torch.tensor([1.0, -1.0]), "b": torch.tensor([5.0, 1.0, -1.0])}
-    found = pruned(update, ratio=0.4)
-    assert found["a"].tolist() == [1.0, -1.0]
-    assert found["b"].tolist() == [5.0, 0.0, 0.0]
-
-
 def test_the_scopes_of_pruning_differ() -> None:
     update = {"small": torch.tensor([1.0, 2.0]), "large": torch.tensor([30.0, 40.0])}
     everywhere = pruned(update, ratio=0.5)
@@ -158,14 +149,10 @@ def test_stochastic_rounding_is_unbiased_and_nearest_rounding_is_not() -> None:
         torch.zeros(0, 2),
         torch.tensor([1.0, math.nan]),
         torch.tensor([1.0, -math.inf]),
+        torch.tensor([1.4e-45, 0.0]),  # its spacing must not vanish
     ],
 )
-def test_empty_zero_and_non_finite_tensors_pass_unchanged(tensor: Tensor) -> None:
-    assert same({"a": quantized(tensor, bits=3)}, {"a": tensor})
-
-
-def test_the_smallest_single_precision_numbers_do_not_divide_by_zero() -> None:
-    tensor = torch.tensor([1.4e-45, 0.0])
+def test_empty_zero_non_finite_and_least_tensors_pass_unchanged(tensor: Tensor) -> None:
     assert same({"a": quantized(tensor, bits=16)}, {"a": tensor})
 
 
@@ -193,19 +180,6 @@ def test_nothing_is_lost_and_ceil_of_ratio_n_is_sent(
         if total and ratio < 1 and (values == 0).any():
             assert values[values != 0].abs().min() >= torch.cat([*after.values()]).abs().max()
         state = after
-
-
-def test_a_steady_small_entry_is_sent_in_the_end() -> None:
-    update = {"a": torch.tensor([1.0, 0.4])}
-    top = TopK(ratio=0.5)
-    state, total = top.init(update, math.inf), torch.zeros(2)
-    sent_small = []
-    for _ in range(10):
-        sent, state = top.apply(update, state, stream())
-        total += sent["a"]
-        sent_small.append(float(sent["a"][1]))
-    assert any(sent_small)
-    torch.testing.assert_close(total + state["a"], 10 * update["a"])
 
 
 def test_of_equal_magnitudes_the_first_are_sent() -> None:
@@ -275,13 +249,6 @@ def test_a_multiplier_without_a_bound_is_refused_with_the_remedy(defenses: tuple
 TWO_IMAGES = LocalTraining(
     algorithm="fedsgd", steps=1, batch_size=2, lr=0.1, momentum=0.0, mode="train"
 )
-
-
-def test_local_aggregation_declares_steps_of_fedavg() -> None:
-    found = LocalAggregation(steps=5, batches="same").training(TWO_IMAGES)
-    assert found == replace(TWO_IMAGES, algorithm="fedavg", steps=5, batches="same")
-    assert found.num_images == 2
-    assert LocalAggregation(steps=5).training(TWO_IMAGES).num_images == 10
 
 
 def test_dropout_reaches_the_gradient_of_a_real_model() -> None:

@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.commands import app
 from fedsim.forecasting.forecast import Forecast, render
-from fedsim.forecasting.gain import UpdateMap, spectrum
+from fedsim.forecasting.gain import UpdateMap, _lanczos
 from fedsim.forecasting.preflight import preflight_file
 from fedsim.models import live
 from fedsim.models.base import Classifier
 from fedsim.types import FedsimError, LocalTraining
 
 SHAPE, CLASSES = (1, 8, 8), 10
+IMAGES, LABELS = torch.rand(4, *SHAPE), torch.zeros(4, dtype=torch.int64)
 PRUNED = [{"name": "gradient_pruning", "ratio": 0.95}]
 SCENARIO = """\
 name: plan
@@ -140,7 +141,7 @@ def test_the_spectrum_is_that_of_the_jacobian() -> None:
     """Its moments are those of difference quotients along each pixel."""
     update_map, image, label = quadratic_map(3 * torch.ones(()))
     way = torch.rand(image.shape, generator=torch.Generator().manual_seed(2)).double()
-    found = spectrum(update_map, image, label, way, float(way.norm()))
+    found = _lanczos(update_map, image, label, way, float(way.norm()))
     pixels = 1e-4 * torch.eye(64, dtype=torch.float64).view(64, *SHAPE)
     columns = [
         (update_map(image + each, label) - update_map(image - each, label)) / 2e-4
@@ -149,15 +150,14 @@ def test_the_spectrum_is_that_of_the_jacobian() -> None:
     matrix = torch.stack(columns, dim=1)
     gram = matrix.T @ matrix
     unit = way.flatten() / way.norm()
-    assert float((found.weights * found.eigenvalues).sum()) == pytest.approx(
-        float(unit @ gram @ unit), rel=1e-4
-    )
-    assert float((found.weights * found.eigenvalues**2).sum()) == pytest.approx(
-        float((gram @ unit).square().sum()), rel=1e-4
-    )
-    assert float(found.eigenvalues.max()) == pytest.approx(
-        float(torch.linalg.eigvalsh(gram).max()), rel=1e-4
-    )
+    values, weights = found.eigenvalues, found.weights
+    pushed = gram @ unit
+    for measured, exact in (
+        ((weights * values).sum(), unit @ pushed),
+        ((weights * values**2).sum(), pushed.square().sum()),
+        (values.max(), torch.linalg.eigvalsh(gram).max()),
+    ):
+        assert float(measured) == pytest.approx(float(exact), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -169,24 +169,12 @@ def test_the_spectrum_is_that_of_the_jacobian() -> None:
         ({"defenses": [{"name": "clipp", "norm": 1}]}, "clipp"),
         ({"defenses": [{"name": "clip", "norm": -1}]}, r"defenses\[0\] \(clip\)"),
         ({"defenses": [{"norm": 1}]}, r"defenses\[0\]: expected a name"),
-        ({"images": torch.rand(4, *SHAPE)}, "their labels are missing"),
-        ({"labels": torch.zeros(4, dtype=torch.int64)}, "there are no images"),
-        (
-            {"images": torch.rand(4, *SHAPE), "labels": torch.zeros(4)},
-            "labels: expected 4 integers",
-        ),
-        (
-            {"images": 2 * torch.ones(4, *SHAPE), "labels": torch.zeros(4, dtype=torch.int64)},
-            r"images: expected pixels in \[0, 1\]",
-        ),
-        (
-            {"images": torch.rand(4, 1, 9, 9), "labels": torch.zeros(4, dtype=torch.int64)},
-            "images: expected shape",
-        ),
-        (
-            {"images": torch.rand(4, *SHAPE), "labels": torch.full((4,), CLASSES)},
-            f"labels: expected 0 to {CLASSES - 1}",
-        ),
+        ({"images": IMAGES}, "their labels are missing"),
+        ({"labels": LABELS}, "there are no images"),
+        ({"images": IMAGES, "labels": torch.zeros(4)}, "labels: expected 4 integers"),
+        ({"images": IMAGES + 1, "labels": LABELS}, r"images: expected pixels in \[0, 1\]"),
+        ({"images": IMAGES[..., 1:], "labels": LABELS}, "images: expected shape"),
+        ({"images": IMAGES, "labels": LABELS + CLASSES}, f"labels: expected 0 to {CLASSES - 1}"),
     ],
 )
 def test_what_does_not_fit_is_refused(wrong: dict[str, Any], message: str) -> None:
@@ -204,12 +192,8 @@ def plan(tmp_path: Path) -> Path:
 
 def test_a_scenario_has_a_line_for_each_stack_and_batch_size(plan: Path) -> None:
     forecasts = preflight_file(plan)
-    assert [(f.stack, f.batch_size) for f in forecasts] == [
-        ("none", 1),
-        ("none", 2),
-        ("noise", 1),
-        ("noise", 2),
-    ]
+    told = [(each.stack, each.batch_size) for each in forecasts]
+    assert told == [("none", 1), ("none", 2), ("noise", 1), ("noise", 2)]
     assert forecasts[0].attackable == "yes"
     assert forecasts[2].attackable == "no"
     assert "test split of digits" in forecasts[0].source

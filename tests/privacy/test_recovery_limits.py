@@ -15,7 +15,7 @@ from fedsim.contracts.metric import bound_chances
 from fedsim.privacy.membership import tpr_limit
 from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.recovery import (
-    activation_moment,
+    _activation_moment,
     chance_within,
     describe,
     gaussian_information,
@@ -140,12 +140,12 @@ def test_the_span_of_several_answers_is_no_closer_than_the_limit() -> None:
 
 
 def test_moments_of_activations_are_those_of_their_derivatives() -> None:
-    assert activation_moment("relu") == pytest.approx(1 / math.sqrt(2 * math.pi))
+    assert _activation_moment("relu") == pytest.approx(1 / math.sqrt(2 * math.pi))
     # tanh is odd: its second derivative has mean 0, and the third decides, -2 + 8 t² - 6 t⁴.
     z = np.linspace(-12, 12, 200_001)
     t, weight = np.tanh(z), np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
     third = float(((-2 + 8 * t**2 - 6 * t**4) * weight).sum() * (z[1] - z[0]))
-    assert activation_moment("tanh") == pytest.approx(abs(third), rel=1e-6)
+    assert _activation_moment("tanh") == pytest.approx(abs(third), rel=1e-6)
 
 
 SIZE: dict[str, Any] = {"width": 16384, "dimension": 512, "images": 1, "classes": 2}

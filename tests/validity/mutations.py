@@ -117,7 +117,7 @@ a sum of half precision that overflows
     defenses/aggregate.py:RunningMean.read [defenses/test_low_bits]
     torch.promote_types(kept, torch.float32) => kept
 one look at noise that spares a tensor
-    fedsim/audit/two_worlds.py:choose_look [audit/test_noise_structure]
+    fedsim/audit/two_worlds.py:_choose_look [audit/test_noise_structure]
     best if told[best] > _GAIN * told[0] else 0 => 0
 no Rényi divergence below the rounding of losses
     fedsim/privacy/composition/poisson.py:least_bound [privacy/composition/test_poisson]

@@ -53,20 +53,20 @@ class TooFewDraws(FedsimError):  # noqa: N818 - reads as what happened
 class Poisson:
     """An example that is in each step's batch with probability `sampling_rate`, independently.
 
-    Draws of it come from several laws of its participations z. Law 0 is the true one; in the others
-    the example participates more often, to reach the tails. `steps` is T, and `correlation` is λ.
+    `steps` is T, and `correlation` is λ.
     """
 
     steps: int
     sampling_rate: float
     correlation: float
 
-    rounded = True
+    # Draws come from several laws of the participations z. Law 0 is the true one; in the others
+    # the example participates more often, to reach the tails.
+    _rounded = True
     """Whether means depend on the rounding."""
 
     @property
-    def laws(self) -> int:
-        """Number of laws that participations are drawn by: the true one, and tilted ones."""
+    def _laws(self) -> int:
         return len(self._rates)
 
     @cached_property
@@ -77,7 +77,7 @@ class Poisson:
         larger = q + np.array(_TILTS) * math.sqrt(q * (1 - q) / self.steps)
         return np.append(q, np.minimum(larger, (1 + q) / 2))
 
-    def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
+    def _means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
         """Draws (count, T) values of C z on a grid, the row i by the law of number law[i]."""
         z = rng.random((len(law), self.steps)) < self._rates[law][:, None]
         along, at = self._grid(rounding), np.zeros(len(law), dtype=np.int64)
@@ -87,19 +87,15 @@ class Poisson:
             y[:, t] = along.levels[at]
         return y
 
-    def mean(self) -> Array:
+    def _mean(self) -> Array:
         """Returns the (T,) mean of C z under the true law."""
         shares: Array = np.cumsum(self.correlation ** np.arange(self.steps))
         return self.sampling_rate * shares
 
-    def log_ratios(
+    def _log_ratios(
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
-        """Computes (laws, count) logarithms at `x` of a mixture's density over that of N(0, σ² I).
-
-        The mixture is of N(stretch C z, σ² I) over z, each row by one of the first `laws` laws of
-        z, and x is (count, T).
-        """
+        """Computes (laws, count) logs at `x` of N(stretch C z, σ² I) over N(0, σ² I), by law."""
         along = self._grid(rounding)
         moves = [along.moves(1 - q, q) for q in self._rates[:laws]]
         levels = stretch * along.levels[:, None] / sigma
@@ -113,7 +109,7 @@ class Poisson:
     def work(self, draws: int) -> int:
         """Estimates how many numbers `draws` draws in both directions compute."""
         levels = round(grid_size(self.correlation, self._least, _TOLERANCE))
-        return draws * self.steps * levels * (4 * self.laws + len(_TILTS) + 1)
+        return draws * self.steps * levels * (4 * self._laws + len(_TILTS) + 1)
 
     def _grid(self, rounding: Rounding) -> Grid:
         return grid(self.correlation, self._least, _TOLERANCE, rounding)
@@ -151,31 +147,30 @@ def _forward(x: Array, levels: Array, moves: list[Any]) -> Array:
 class BallsInBins:
     """An example in every `bins`-th step's batch, from a uniform one of the first `bins` on.
 
-    The methods are those of `Poisson`, with vectors in coordinates of the span of all C z, one law
-    and no rounding. `steps`, which is T, need not be a multiple of `bins`; `correlation` is λ.
+    `steps`, which is T, need not be a multiple of `bins`; `correlation` is λ.
     """
+
+    # The methods are those of `Poisson`, with vectors in coordinates of the span of all C z, one
+    # law and no rounding.
 
     steps: int
     bins: int
     correlation: float
 
-    laws = 1
-    rounded = False
+    _laws = 1
+    _rounded = False
 
-    def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
-        """Draws (len(law), at most `bins`) values of C z, each of the `bins` equally likely."""
+    def _means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
         means: Array = self._modes[rng.integers(self.bins, size=len(law))]
         return means
 
-    def mean(self) -> Array:
-        """Returns the mean of C z, in coordinates of the span of its `bins` values."""
+    def _mean(self) -> Array:
         mean: Array = self._modes.mean(axis=0)
         return mean
 
-    def log_ratios(
+    def _log_ratios(
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
-        """Computes (1, count) logarithms at x (count, at most `bins`), as `Poisson` does."""
         modes = stretch * self._modes / sigma
         exponent = (x / sigma) @ modes.T
         # log N(x; m, 1) / N(x; 0, 1) = <x, m> - |m|² / 2 for every mode m.
@@ -200,7 +195,7 @@ Participations = Poisson | BallsInBins
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledDelta:
+class _SampledDelta:
     """An estimate of δ at an ε, with its interval (`low`, `high`) at a confidence of 99%.
 
     `direction`, `forward` for the example's removal or `reverse` for its addition, is the one with
@@ -244,32 +239,37 @@ class PairCurve:
         seed: int,
         most: int = work.MOST,
     ) -> None:
-        """Checks the work; the `draws` of each direction are made when first asked for.
+        """Checks the work; draws are made when first asked for.
 
-        `sigma` is in clipping norms. A TooMuchWork says that the draws take more than `most`
-        numbers.
+        Args:
+            participations: how an example takes part in the steps.
+            sigma: standard deviation of z_t, in clipping norms.
+            draws: number of draws of each direction.
+            seed: seed of the draws.
+            most: numbers that the draws may take; a TooMuchWork says that they take more.
         """
-        work.check(
-            participations.work(draws),
-            "use fewer steps or draws, less correlation, or sampling: fixed_size, whose bound "
-            "needs no draws",
-            most,
-        )
+        numbers = participations.work(draws)
+        if numbers > most:
+            raise work.TooMuchWork(
+                f"this takes about {numbers:.1e} numbers, and at most {most:.0e} are computed; use "
+                "fewer steps or draws, less correlation, or sampling: fixed_size, whose bound "
+                "needs no draws"
+            )
         self._of, self._sigma, self._count, self._seed = participations, sigma, draws, seed
         self._draws_of = cache(self._make_draws)
 
     def _draws(self, direction: Direction, rounding: Rounding) -> _Draws:
         # Bins are not rounded, so that both ends share one set of draws.
-        return self._draws_of(direction, rounding if self._of.rounded else "up")
+        return self._draws_of(direction, rounding if self._of._rounded else "up")
 
-    def at(self, epsilon: float) -> SampledDelta:
+    def at(self, epsilon: float) -> _SampledDelta:
         """Estimates δ at `epsilon` in the direction where it is larger, or raises TooFewDraws."""
         forward = self._draws("forward", "down").delta(epsilon)
         reverse = self._draws("reverse", "down").delta(epsilon)
         # δ is the larger of both directions: either's lower end bounds it from below.
         lows = [delta - _QUANTILE * error for delta, error, _ in (forward, reverse)]
         delta, high, direction = self._upper(epsilon)
-        return SampledDelta(delta=delta, low=max(0.0, *lows), high=high, direction=direction)
+        return _SampledDelta(delta=delta, low=max(0.0, *lows), high=high, direction=direction)
 
     def estimate(self, epsilon: float) -> float:
         """Estimates δ of the removal from however few draws: good for a search, not a claim."""
@@ -316,14 +316,14 @@ def _removal(
     of: Participations, sigma: float, rounding: Rounding, count: int, rng: np.random.Generator
 ) -> tuple[Array, Array]:
     """Draws (weights, log P/Q) for averages under P."""
-    mean = of.mean()
+    mean = of._mean()
     length = math.sqrt(float((mean**2).sum()))
-    own = of.means(np.zeros(count, dtype=np.int64), rounding, rng)
+    own = of._means(np.zeros(count, dtype=np.int64), rounding, rng)
     # Stretching C z by 1 + t σ / |C z| moves x by t standard deviations along it.
     typical = max(1.0, math.sqrt(float((own**2).sum() / count)))
     # A part is (law, stretch s, shift a): N(s C z + a, σ² I) with z of that law, the shift being
     # along the mean of P. Parts that take the same densities of x are listed together.
-    laws = range(of.laws)
+    laws = range(of._laws)
     groups: list[tuple[range, float, float]] = [
         (laws, 1.0, 0.0),
         *((laws, 1 + tilt * sigma / typical, 0.0) for tilt in _TILTS),
@@ -331,14 +331,14 @@ def _removal(
     ]
     parts = np.array([(law, s, a) for several, s, a in groups for law in several])
     law, stretch, shift = parts[rng.integers(len(parts), size=count)].T
-    y = of.means(law.astype(np.int64), rounding, rng)
+    y = of._means(law.astype(np.int64), rounding, rng)
     unit = mean / length
     x = sigma * rng.standard_normal(y.shape) + stretch[:, None] * y + shift[:, None] * unit
     along = x @ unit
     logs = np.concatenate(
         [
             # N(x - a; ...) over N(x; 0), by way of N(x - a; 0)
-            of.log_ratios(x - a * unit, sigma, s, len(several), rounding)
+            of._log_ratios(x - a * unit, sigma, s, len(several), rounding)
             + (2 * a * along - a**2) / (2 * sigma**2)
             for several, s, a in groups
         ]
@@ -352,14 +352,14 @@ def _addition(
     of: Participations, sigma: float, rounding: Rounding, count: int, rng: np.random.Generator
 ) -> tuple[Array, Array]:
     """Draws (weights, log Q/P) for averages under Q; parts are shifted against the mean of P."""
-    mean = of.mean()
+    mean = of._mean()
     unit = -mean / math.sqrt(float((mean**2).sum()))
     shifts = np.append(0.0, _TILTS)
     # In units of σ. Shifted normals have closed densities, so that only P's takes the forward pass.
     x = rng.standard_normal((count, len(unit)))
     x += shifts[rng.integers(len(shifts), size=count)][:, None] * unit
     logs = shifts[:, None] * (x @ unit) - shifts[:, None] ** 2 / 2
-    return np.exp(-_log_mean(logs)), -of.log_ratios(sigma * x, sigma, 1.0, 1, rounding)[0]
+    return np.exp(-_log_mean(logs)), -of._log_ratios(sigma * x, sigma, 1.0, 1, rounding)[0]
 
 
 def _log_mean(logs: Array) -> Array:

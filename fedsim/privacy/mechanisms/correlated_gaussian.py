@@ -371,7 +371,6 @@ def _least_noise(holds: Callable[[float], bool], rounds: int = 40) -> float:
     return high
 
 
-@final
 class _CorrelatedExperiment(_Steps, Experiment):
     """Steps that release g_t + z_t - λ z_(t-1), of one example whose gradient has norm 1.
 
@@ -467,7 +466,6 @@ class KnownCorrelatedGaussian(KnownMechanism):
     experiment = _CorrelatedExperiment
 
 
-@final
 class _PoissonGaussianExperiment(Experiment):
     """Steps of DP-SGD on Poisson samples, of one example whose gradient has norm 1."""
 

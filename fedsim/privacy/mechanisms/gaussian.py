@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -55,7 +55,6 @@ class _GaussianCalibration(Sensitivity, Calibration):
         ).delta(epsilon)
 
 
-@final
 class _GaussianExperiment(Experiment):
     """A number that the row moves by `sensitivity`, behind Gaussian noise."""
 

@@ -145,7 +145,6 @@ class SamplingRelease(CurveMechanism):
         return wishart.log_delta_of(self.samples, np.array(self.eigenvalues), epsilons)
 
 
-@final
 class _GaussianSamplingExperiment(_Neighbours, Experiment):
     """k draws of N(0, K) against k of N(0, K'), in the directions in which the two differ.
 

@@ -14,7 +14,7 @@ An argument out of its range is refused (`FedsimError`).
 from __future__ import annotations
 
 import math
-from typing import ClassVar, final
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -59,20 +59,10 @@ def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array
     )
 
 
-def log_delta(
+def _log_delta(
     sensitivity: ArrayLike, scale: ArrayLike, bound: ArrayLike, epsilon: ArrayLike
 ) -> Array:
-    """Computes log δ at ε of one number behind truncated Laplace noise, alike in both directions.
-
-    The arguments broadcast, and all but `epsilon` are in the same units.
-
-    Args:
-        sensitivity: largest distance of neighbours' values; from twice the bound on, the result
-            is 0.
-        scale: b of the noise's density exp(-|x| / b).
-        bound: largest magnitude of the noise.
-        epsilon: at least 0.
-    """
+    """Computes log δ of one number behind noise of scale b, alike in both directions."""
     gap, b, most, eps = np.broadcast_arrays(
         require_positive("sensitivity", sensitivity),
         require_positive("scale", scale),
@@ -97,21 +87,14 @@ def log_delta(
     return np.where(gap >= 2 * most, 0.0, np.minimum(result, 0.0))[()]
 
 
-def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> float:
-    """Computes the least ε >= 0 at which δ is at most `delta`; inf if the bound rules it out.
-
-    Args:
-        sensitivity: largest distance of neighbours' values, in the units of the noise.
-        scale: b of the noise's density exp(-|x| / b).
-        bound: largest magnitude of the noise.
-        delta: in (0, 1).
-    """
+def _epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> float:
+    """Computes the least ε >= 0 at which δ is at most `delta`; inf if the bound rules it out."""
     from scipy.optimize import brentq
 
     target = float(np.log(require_delta(delta)))
 
     def excess(at: float) -> float:
-        return float(log_delta(sensitivity, scale, bound, at)) - target
+        return float(_log_delta(sensitivity, scale, bound, at)) - target
 
     # From here on δ falls no further: it is the probability at the noise's ends.
     last = sensitivity / scale
@@ -144,10 +127,10 @@ class _TruncatedLaplaceCurve(Sensitivity, ExactCurve):
     """The largest magnitude of the noise, in the units of the release."""
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        return {"both": log_delta(self.sensitivity, self.scale, self.bound, epsilons)}
+        return {"both": _log_delta(self.sensitivity, self.scale, self.bound, epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        return {"both": epsilon(self.sensitivity, self.scale, self.bound, delta)}
+        return {"both": _epsilon(self.sensitivity, self.scale, self.bound, delta)}
 
     def details(self) -> dict[str, float]:
         deviation = std(self.scale, self.bound)
@@ -175,7 +158,6 @@ class _TruncatedLaplaceCalibration(Sensitivity, Calibration):
         ).delta(epsilon)
 
 
-@final
 class _TruncatedLaplaceExperiment(Experiment):
     """A number that the row moves by `sensitivity`, behind truncated Laplace noise."""
 

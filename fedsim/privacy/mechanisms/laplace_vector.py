@@ -55,21 +55,10 @@ def _outside(distance: float, scale: float, bound: float, dimension: int) -> flo
     return float(min(1.0, lost))
 
 
-def log_delta(
+def _log_delta(
     distance: float, scale: float, bound: float, dimension: int, epsilon: ArrayLike
 ) -> Array:
-    """Computes log of the least δ proven, in the shape of `epsilon` and alike in both directions.
-
-    Args:
-        distance: β, the L2 distance of neighbours' vectors.
-        scale: b of each entry's noise, in the units of β.
-        bound: B, the largest magnitude of each entry's noise.
-        dimension: d, the number of entries.
-        epsilon: at least 0.
-
-    >>> float(np.exp(log_delta(1.0, 10.0, 200.0, 100, 0.5)).round(6))
-    1e-06
-    """
+    """Computes log of the least δ proven, in the shape of `epsilon` and alike both ways."""
     lost = _outside(distance, scale, bound, dimension)
     t = distance / scale
     eps = require_epsilon(epsilon)
@@ -95,7 +84,7 @@ class LaplaceRelease(CurveMechanism):
 
     def log_delta(self, epsilons: Array) -> Array:
         """Computes log δ at each of `epsilons` >= 0."""
-        return log_delta(self.beta, self.scale, self.bound, self.dimension, epsilons)
+        return _log_delta(self.beta, self.scale, self.bound, self.dimension, epsilons)
 
 
 def calibrate_noise(
@@ -121,7 +110,7 @@ def calibrate_noise(
         least = float(laplace.bound(wide, epsilon, delta))
         return wide / epsilon * _UP, least * _UP**2
     lost = _OUTSIDE * delta
-    # The δ that is left for the common support, as `log_delta` puts the two together.
+    # The δ that is left for the common support, as `_log_delta` puts the two together.
     left = (delta - lost) / (1 - lost)
     spread = float(gaussian.noise_multiplier(epsilon, left)) * _GAUSSIAN * distance
     # Whichever of the two bounds holds at the smaller scale is used.

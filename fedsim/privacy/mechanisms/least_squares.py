@@ -83,27 +83,6 @@ def log_delta(
     return _largest(quadratic.log_delta, p, q, r, d, require_epsilon(epsilon), direction, 0.0)
 
 
-def epsilon(
-    p: ArrayLike,
-    q: ArrayLike,
-    r: ArrayLike,
-    d: ArrayLike,
-    delta: ArrayLike,
-    direction: Direction = "both",
-) -> Array:
-    """Computes the least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1.
-
-    Args:
-        p: as of `log_delta`, like the next three; all broadcast.
-        q: leverage of the row in [B, b].
-        r: rows of the sketch.
-        d: features.
-        delta: in (0, 1).
-        direction: as of `log_delta`.
-    """
-    return _largest(quadratic.epsilon, p, q, r, d, require_delta(delta), direction, math.inf)
-
-
 def _largest(
     function: Callable[..., Array],
     p: ArrayLike,
@@ -360,8 +339,10 @@ class _LeastSquaresCurve(_Leverages, ExactCurve):
         return {way: log_delta(*keys, way) for way in WAYS}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        keys = (self.p, self.q, self.r, self.d, delta)
-        return {way: float(epsilon(*keys, way)) for way in WAYS}
+        keys = (self.p, self.q, self.r, self.d, require_delta(delta))
+        return {
+            way: float(_largest(quadratic.epsilon, *keys, way, at_one=math.inf)) for way in WAYS
+        }
 
 
 class _LeastSquaresCalibration(Calibration):
@@ -443,11 +424,11 @@ class RegressionRelease(ExactMechanism):
     def epsilon(self, delta: float, releases: int) -> float:
         """Computes ε of the worst row at δ: `releases` times that of one at δ / `releases`."""
         keys = (self.leverage, self.residual, self.columns, self.features)
-        return releases * _epsilon(*keys, delta / releases)
+        return releases * _worst_epsilon(*keys, delta / releases)
 
 
 @cache
-def _epsilon(leverage: float, residual: float, r: int, d: int, delta: float) -> float:
+def _worst_epsilon(leverage: float, residual: float, r: int, d: int, delta: float) -> float:
     """Computes the least ε at which every row of at most that leverage and residual is private."""
     if leverage >= 1:
         return math.inf
@@ -462,7 +443,6 @@ def _epsilon(leverage: float, residual: float, r: int, d: int, delta: float) -> 
     return found + 1e-9 if found > 0 else 0.0
 
 
-@final
 class _LeastSquaresExperiment(_Leverages, Experiment):
     """N(x, |e|² (B'B)⁻¹ / r) for least squares' solution x and residuals e, seen along one row.
 

@@ -354,7 +354,6 @@ class ProjectionRelease(ExactMechanism):
         return replace(self, leverage=leverage)
 
 
-@final
 class _RandomProjectionExperiment(Experiment):
     """r random combinations of a regularized database's rows, seen along the row v that is doubted.
 

@@ -62,11 +62,3 @@ def part(number: int, total: int) -> Iterator[None]:
 
 _STEPS = 1000
 """Steps in which the progress of one part is reported."""
-
-
-def check(work: int, remedy: str, most: int = MOST) -> None:
-    """Refuses work of more than `most` numbers by a TooMuchWork; `remedy` ends its message."""
-    if work > most:
-        raise TooMuchWork(
-            f"this takes about {work:.1e} numbers, and at most {most:.0e} are computed; {remedy}"
-        )

@@ -104,8 +104,8 @@ def test_the_likelihood_is_the_mean_over_all_participations() -> None:
     exponent = (x @ means.T - (means**2).sum(axis=1) / 2) / sigma**2
     exact = logsumexp(exponent + np.log(list(every.values())), axis=1)
     of = Poisson(steps, rate, correlation)
-    below = of.log_ratios(x, sigma, 1.0, 1, "down")[0]
-    above = of.log_ratios(x, sigma, 1.0, 1, "up")[0]
+    below = of._log_ratios(x, sigma, 1.0, 1, "down")[0]
+    above = of._log_ratios(x, sigma, 1.0, 1, "up")[0]
     np.testing.assert_allclose((below + above) / 2, exact, atol=0.1)
     np.testing.assert_allclose(above, exact, atol=0.3)
 
