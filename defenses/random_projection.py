@@ -122,7 +122,7 @@ _ROUNDING = 1e-9
 """Relative error of a measured leverage; it changes a claim by no more than that."""
 
 
-def _largest_leverage(rows: Tensor) -> float:
+def largest_leverage(rows: Tensor) -> float:
     """Returns the largest leverage v'(D'D)^+ v of a row v of D (n, d); 0 without rows."""
     if not len(rows):
         return 0.0
@@ -132,8 +132,12 @@ def _largest_leverage(rows: Tensor) -> float:
     return float(left[:, kept].square().sum(1).max())
 
 
-def _largest_residual(rows: Tensor) -> float:
-    """Returns a row's largest share e_i² / |e|² of the squared residuals; 1 if all are rounding."""
+def largest_residual(rows: Tensor) -> float:
+    """Returns the largest share e_i² / |e|² that a row of [B, b] (n, d + 1) has of the residuals.
+
+    Residuals e are those of the least-squares fit of b by B. The share is 0 without rows, and 1 if
+    all residuals are lost in rounding.
+    """
     if not len(rows):
         return 0.0
     features, target = rows[:, :-1], rows[:, -1:]
@@ -154,7 +158,7 @@ def require(key: str, declared: float, rows: Tensor, of: str) -> None:
         rows: (n, d), the last column being the target.
         of: whose rows they are, for the message.
     """
-    measure = _largest_residual if key.endswith(".residual") else _largest_leverage
+    measure = largest_residual if key.endswith(".residual") else largest_leverage
     found = measure(rows)
     if found > declared * (1 + _ROUNDING):
         raise FedsimError(

@@ -19,7 +19,7 @@ from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Table
 from fedsim_defenses.gaussian_sampling import GaussianSampling
-from fedsim_defenses.random_projection import _largest_leverage
+from fedsim_defenses.random_projection import largest_leverage
 
 SKETCH = {"name": "sketch", "columns": 20}
 ALS = {"name": "least_squares", "method": "als", "columns": 40}
@@ -57,21 +57,21 @@ def leverages() -> list[float]:
     here = Workload(scenario([]), "made")
     assert isinstance(here.dataset, Table)
     rows = here.dataset.train_rows
-    return [_largest_leverage(part) for part in (*(rows[own] for own in here.parts), rows)]
+    return [largest_leverage(part) for part in (*(rows[own] for own in here.parts), rows)]
 
 
 def test_leverage_is_that_of_the_normal_equations() -> None:
     drawn = torch.randn(12, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     hat = drawn @ torch.linalg.inv(drawn.T @ drawn) @ drawn.T
-    assert _largest_leverage(drawn) == pytest.approx(float(hat.diagonal().max()), rel=1e-12)
+    assert largest_leverage(drawn) == pytest.approx(float(hat.diagonal().max()), rel=1e-12)
     # A column twice: D'D has no inverse, and no row tells more than before.
-    assert _largest_leverage(torch.cat([drawn, drawn[:, :1]], 1)) == pytest.approx(
-        _largest_leverage(drawn), rel=1e-9
+    assert largest_leverage(torch.cat([drawn, drawn[:, :1]], 1)) == pytest.approx(
+        largest_leverage(drawn), rel=1e-9
     )
     # A row that alone has an entry in its column is told apart for certain.
     alone = torch.block_diag(drawn, torch.ones(1, 1, dtype=torch.float64))
-    assert _largest_leverage(alone) == pytest.approx(1.0, abs=1e-12)
-    assert _largest_leverage(torch.zeros(0, 4, dtype=torch.float64)) == 0.0
+    assert largest_leverage(alone) == pytest.approx(1.0, abs=1e-12)
+    assert largest_leverage(torch.zeros(0, 4, dtype=torch.float64)) == 0.0
 
 
 @pytest.mark.parametrize(
