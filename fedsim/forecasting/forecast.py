@@ -47,7 +47,7 @@ class Forecast:
     batch_size: int
     num_images: int
     """Images that the update was computed on, all clients and steps together."""
-    indicators: tuple[_Indicator, ...]
+    indicators: tuple[Indicator, ...]
     estimate: Estimate
     first_attack: str
     beyond: str
@@ -238,7 +238,7 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-_Advantage = Literal["attacker", "client", "neither"]
+Advantage = Literal["attacker", "client", "neither"]
 """The side that an indicator helps."""
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -247,7 +247,7 @@ _LOUD, _FAINT = 0.5, 0.01
 
 
 @dataclass(frozen=True)
-class _Indicator:
+class Indicator:
     """One property that decides whether an update can be attacked."""
 
     name: str
@@ -255,13 +255,13 @@ class _Indicator:
     """The value as people read it."""
     number: float | None
     """The value as a number; None where it is a word."""
-    helps: _Advantage
+    helps: Advantage
     """Side that the property helps: `attacker`, `client` or `neither`."""
     why: str
     """Why the property helps that side, in a clause."""
 
 
-def _indicators(plan: UpdatePlan, estimate: Estimate) -> list[_Indicator]:
+def _indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
     """Returns all indicators of `plan`, of which `estimate` is the estimate."""
     observation, clients = plan.first, plan.first.num_clients
     steps = plan.training.steps if plan.training.batches == "different" else 1
@@ -288,13 +288,13 @@ def _indicators(plan: UpdatePlan, estimate: Estimate) -> list[_Indicator]:
 
 def _judge(
     good: bool, name: str, value: str, number: float, why: str, otherwise: str = ""
-) -> _Indicator:
+) -> Indicator:
     """Makes an indicator that helps the attacker if `good`, and else the client, `otherwise`."""
-    side: _Advantage = "attacker" if good else "client"
-    return _Indicator(name, value, number, side, why if good else otherwise or why)
+    side: Advantage = "attacker" if good else "client"
+    return Indicator(name, value, number, side, why if good else otherwise or why)
 
 
-def _labels(plan: UpdatePlan) -> _Indicator:
+def _labels(plan: UpdatePlan) -> Indicator:
     count, classes = plan.first.num_images, plan.first.model.num_classes
     # The birthday problem for uniform labels; with more images than classes one factor is 0.
     distinct = math.prod(max(0, classes - k) / classes for k in range(min(count, classes + 1)))
@@ -304,7 +304,7 @@ def _labels(plan: UpdatePlan) -> _Indicator:
     return _judge(good, "labels", f"{count} in {classes} classes", distinct, why)
 
 
-def _active_share(model: Classifier, images: Tensor) -> _Indicator:
+def _active_share(model: Classifier, images: Tensor) -> Indicator:
     shares: list[float] = []
 
     def count(_: nn.Module, __: object, output: Tensor) -> None:
@@ -325,17 +325,17 @@ def _active_share(model: Classifier, images: Tensor) -> _Indicator:
     name = "rectified units"
     if not shares:
         why = "without switches the gradient is smooth in the images"
-        return _Indicator(name, "none", None, "attacker", why)
+        return Indicator(name, "none", None, "attacker", why)
     share = sum(shares) / len(shares)
     why = "each that switches is a jump of the gradient, at which descents end"
-    return _Indicator(name, f"{share:.0%} active", share, "client", why)
+    return Indicator(name, f"{share:.0%} active", share, "client", why)
 
 
-def _norms(model: Classifier, plan: UpdatePlan) -> _Indicator:
+def _norms(model: Classifier, plan: UpdatePlan) -> Indicator:
     batch = sum(isinstance(part, _NORMS) for part in model.modules())
     other = sum(isinstance(part, nn.GroupNorm | nn.LayerNorm) for part in model.modules())
     mode = plan.training.mode
-    helps: _Advantage
+    helps: Advantage
     if batch and mode == "train":
         why, helps = "statistics of the batch couple its images, and are not known", "client"
     elif batch or other:
@@ -343,10 +343,10 @@ def _norms(model: Classifier, plan: UpdatePlan) -> _Indicator:
     else:
         why, helps = "nothing hides brightness or contrast", "attacker"
     kinds = [f"{batch} batch ({mode})"] * bool(batch) + [f"{other} group or layer"] * bool(other)
-    return _Indicator("norm layers", ", ".join(kinds) or "none", float(batch + other), helps, why)
+    return Indicator("norm layers", ", ".join(kinds) or "none", float(batch + other), helps, why)
 
 
-def _sizes(plan: UpdatePlan) -> list[_Indicator]:
+def _sizes(plan: UpdatePlan) -> list[Indicator]:
     images, clients, training = plan.first.num_images, plan.first.num_clients, plan.training
     entries = sum(value.numel() for value in plan.first.parameters.values())
     # Entries of the update are equations; pixels of all its images are unknowns.
@@ -370,7 +370,7 @@ def _sizes(plan: UpdatePlan) -> list[_Indicator]:
     ]
 
 
-def _noise(plan: UpdatePlan, images: Tensor, labels: Tensor, update_map: UpdateMap) -> _Indicator:
+def _noise(plan: UpdatePlan, images: Tensor, labels: Tensor, update_map: UpdateMap) -> Indicator:
     """Judges the noise's deviation over the update's root mean square, behind clipping."""
     observation = plan.first
     effect, name = observation.effect, "noise over update"
@@ -378,32 +378,32 @@ def _noise(plan: UpdatePlan, images: Tensor, labels: Tensor, update_map: UpdateM
     if std == 0 and not effect.exact:
         value, number = ("0", 0.0) if effect.known else ("unknown", None)
         why = "no noise is declared, but the update is altered"
-        return _Indicator(name, value, number, "neither", why)
+        return Indicator(name, value, number, "neither", why)
     if std == 0:
-        return _Indicator(name, "0", 0.0, "attacker", "no noise")
+        return Indicator(name, "0", 0.0, "attacker", "no noise")
     own = flat(update_map.tensors(images, labels), update_map.names)
     scale = disturbance(plan, observation, rebuild(observation), images, labels).scale
     # Clipping shortens the update before noise is added: the ratio is that of what is sent.
     ratio = std / max(scale * float(own.square().mean().sqrt()), 1e-30)
-    side: _Advantage = "client" if ratio > _LOUD else "attacker" if ratio < _FAINT else "neither"
+    side: Advantage = "client" if ratio > _LOUD else "attacker" if ratio < _FAINT else "neither"
     why = f"deviation {std:.3g} of an entry, over its root mean square"
-    return _Indicator(name, f"{ratio:.3g}", ratio, side, why)
+    return Indicator(name, f"{ratio:.3g}", ratio, side, why)
 
 
-def _server(plan: UpdatePlan) -> _Indicator:
+def _server(plan: UpdatePlan) -> Indicator:
     server = plan.first.server
     why = {
         "honest": "it has planted nothing",
         "planted": "its weights of the head show every image's features",
         "modified": "its module writes images into the update",
     }[server]
-    return _Indicator("server", server, None, "neither" if server == "honest" else "attacker", why)
+    return Indicator("server", server, None, "neither" if server == "honest" else "attacker", why)
 
 
-def _descent_indicators(estimate: Estimate) -> list[_Indicator]:
+def _descent_indicators(estimate: Estimate) -> list[Indicator]:
     if estimate.closed_form:
         why = "images are read by a formula: no descent has to find the way"
-        return [_Indicator("closed form", "yes", 1.0, "attacker", why)]
+        return [Indicator("closed form", "yes", 1.0, "attacker", why)]
     stall, left = estimate.stall, estimate.unfinished
     value, why = "the truth", "the slope leads all the way"
     if stall:

@@ -78,7 +78,7 @@ def _rows_are_the_image(plan: UpdatePlan) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Disturbance:
+class Disturbance:
     """An update y that is seen of a computed one u, as y / scale = u + error + noise."""
 
     scale: float
@@ -91,7 +91,7 @@ class _Disturbance:
 
 def disturbance(
     plan: UpdatePlan, observation: Observation, model: Classifier, images: Tensor, labels: Tensor
-) -> _Disturbance:
+) -> Disturbance:
     """Returns what a plan's stack does to the update of a batch, in the order of `UpdateMap`.
 
     Noise is not drawn where it is all, so that larger noise is never a smaller disturbance.
@@ -108,7 +108,7 @@ def disturbance(
     scaled = effect.scaled or effect.scaled_examples
     std = noise_std(effect.noise, observation.training, clients)
     if not altered and not scaled:
-        return _Disturbance(scale=1.0, error=None, std=std)
+        return Disturbance(scale=1.0, error=None, std=std)
     plain: list[Tensors] = []
     defended: list[Tensors] = []
     state, names = model.to(torch.float32), tuple(observation.parameters)
@@ -133,7 +133,7 @@ def disturbance(
         # A clipped update has a known factor, which the mean averages over clients.
         norms = [float(flat(each, names).norm()) for each in plain]
         scale = sum(min(1.0, effect.bound / max(n, 1e-30)) for n in norms) / len(norms)
-    return _Disturbance(
+    return Disturbance(
         scale=scale,
         error=seen / scale - computed if altered else None,
         std=0.0 if altered else std / scale,
@@ -392,7 +392,7 @@ class _Case:
     images: Tensor
     labels: Tensor
     way: Tensor
-    disturbance: _Disturbance
+    disturbance: Disturbance
 
 
 def _at(plan: UpdatePlan, largest: int) -> Estimate:

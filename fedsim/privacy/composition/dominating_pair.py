@@ -195,7 +195,7 @@ Participations = Poisson | BallsInBins
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SampledDelta:
+class SampledDelta:
     """An estimate of δ at an ε, with its interval (`low`, `high`) at a confidence of 99%.
 
     `direction`, `forward` for the example's removal or `reverse` for its addition, is the one with
@@ -262,14 +262,14 @@ class PairCurve:
         # Bins are not rounded, so that both ends share one set of draws.
         return self._draws_of(direction, rounding if self._of._rounded else "up")
 
-    def at(self, epsilon: float) -> _SampledDelta:
+    def at(self, epsilon: float) -> SampledDelta:
         """Estimates δ at `epsilon` in the direction where it is larger, or raises TooFewDraws."""
         forward = self._draws("forward", "down").delta(epsilon)
         reverse = self._draws("reverse", "down").delta(epsilon)
         # δ is the larger of both directions: either's lower end bounds it from below.
         lows = [delta - _QUANTILE * error for delta, error, _ in (forward, reverse)]
         delta, high, direction = self._upper(epsilon)
-        return _SampledDelta(delta=delta, low=max(0.0, *lows), high=high, direction=direction)
+        return SampledDelta(delta=delta, low=max(0.0, *lows), high=high, direction=direction)
 
     def estimate(self, epsilon: float) -> float:
         """Estimates δ of the removal from however few draws: good for a search, not a claim."""

@@ -70,26 +70,27 @@ def test_two_eigenvalues_are_those_of_the_draws_and_smaller_ones_tell_less(
     assert float(curve[2]) == found
 
 
-def test_the_most_draws_of_two_eigenvalues() -> None:
-    bounds = np.array([[0.02, 0.0196]])
-    draws = wishart.max_draws(bounds, 1.0, 1e-3)
-    kept, lost = (float(wishart.log_delta_of(k, bounds, 1.0)) for k in (draws, draws + 1))
-    assert kept <= math.log(1e-3) < lost
+@pytest.mark.parametrize("separation", [0.05, np.array([[0.02, 0.0196]])])
+def test_the_inverses_return_to_where_they_came_from(separation: float | np.ndarray) -> None:
+    def log_delta(k: float, epsilon: float) -> float:
+        return float(wishart.log_delta_at(k, separation, epsilon))
+
+    draws = wishart.max_draws(separation, 1.0, 1e-3)
+    assert log_delta(draws, 1.0) <= math.log(1e-3) < log_delta(draws + 1, 1.0)
+    epsilon = wishart.epsilon(1000, separation, 1e-3)
+    assert log_delta(1000, epsilon) == pytest.approx(math.log(1e-3), rel=1e-10)
+
+
+def test_two_known_eigenvalues_allow_more_draws_than_their_distance() -> None:
+    draws = wishart.max_draws(np.array([[0.02, 0.0196]]), 1.0, 1e-3)
     assert draws > wishart.max_draws(math.hypot(0.02, 0.0196), 1.0, 1e-3)
-    epsilon = wishart.epsilon(draws, bounds, 1e-3)
-    assert float(wishart.log_delta_of(draws, bounds, epsilon)) == pytest.approx(math.log(1e-3))
-    assert wishart.log_delta_of(3, np.array([[0.5, 1.0]]), 5.0) == 0.0
-    assert wishart.epsilon(3, np.array([[0.5, 1.0]]), 0.1) == math.inf
+
+
+def test_singular_covariances_are_told_apart_and_equal_ones_never() -> None:
+    for separation in (1.0, np.array([[0.5, 1.0]])):
+        assert wishart.log_delta_at(3, separation, 5.0) == 0.0
+        assert wishart.epsilon(3, separation, 0.1) == math.inf
     assert wishart.epsilon(3, np.array([[1e-6, 1e-6]]), 0.1) == 0.0
-
-
-def test_the_inverses_return_to_where_they_came_from() -> None:
-    epsilon = wishart.epsilon(1000, 0.05, 1e-3)
-    assert float(wishart.log_delta(1000, 0.05, epsilon)) == pytest.approx(math.log(1e-3), rel=1e-10)
-    draws = wishart.max_draws(0.05, 1.0, 1e-3)
-    kept, lost = (float(wishart.log_delta(k, 0.05, 1.0)) for k in (draws, draws + 1))
-    assert kept <= math.log(1e-3) < lost
-    assert wishart.epsilon(5, 1.0, 0.1) == math.inf
 
 
 @pytest.mark.parametrize("k", [1, 10, 1000])
