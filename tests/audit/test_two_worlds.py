@@ -128,6 +128,7 @@ def test_bounds_that_are_both_tried_share_what_may_go_wrong() -> None:
             alike, alike, delta=1e-5, confidence=0.99, gaussian=gaussian
         )
         assert [bound.confidence for bound in found] == pytest.approx(each)
+        assert all(bound.epsilon == 0 for bound in found)
 
 
 @pytest.mark.slow

@@ -55,15 +55,12 @@ def test_epsilon_grows_by_steps_as_delta_falls() -> None:
     assert stated[3] == pytest.approx(float(least), rel=1e-6)
 
 
-@pytest.mark.parametrize("steps", [1, 100])
-def test_it_is_no_more_than_without_sampling_and_no_less_than_the_truth(steps: int) -> None:
-    """Of one step the curve is known: q of the Gaussian's one way, and its reverse."""
+def test_one_step_is_no_more_than_without_sampling_and_no_less_than_the_truth() -> None:
+    """Its curve is known: q of the Gaussian's one way, and its reverse."""
     for delta in (1e-13, 1e-20, 1e-60):
-        one = curve(steps=steps, sampling_rate=0.2, noise_multiplier=1.0).epsilon(delta)
-        full = curve(steps=steps, sampling_rate=1.0, noise_multiplier=1.0).epsilon(delta)
+        one = curve(steps=1, sampling_rate=0.2, noise_multiplier=1.0).epsilon(delta)
+        full = curve(steps=1, sampling_rate=1.0, noise_multiplier=1.0).epsilon(delta)
         assert one.epsilon <= full.epsilon * (1 + 1e-9)
-        if steps > 1:
-            continue
         with mp.workdps(80):
             q = mp.mpf("0.2")
 
