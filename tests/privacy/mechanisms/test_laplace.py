@@ -73,6 +73,16 @@ def test_its_standard_deviation_is_that_of_the_density() -> None:
         assert laplace.std(scale, bound) == pytest.approx(float(mp.sqrt(square / mass)), rel=1e-12)
 
 
+def test_two_numbers_need_the_l1_sensitivity() -> None:
+    """The paper's noise on each of two numbers that both change is not (ε, δ)-private."""
+    bound = float(laplace.bound(1.0, 1.0, 1e-3))
+    # Of the product, the first coordinate alone already has δ = 1e-3 at ε = 1; both: at ε = 1
+    # the part where either falls outside of the other's reach counts once more.
+    outside = math.exp(float(laplace._log_delta(1.0, 1.0, bound, 1.0)))
+    either = 1 - (1 - outside) ** 2
+    assert either > 1.9e-3
+
+
 EPSILONS = np.linspace(0.0, 3.0, 13)
 
 
