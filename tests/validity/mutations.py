@@ -114,7 +114,7 @@ noise whose low bits are shown
     fedsim/contracts/defense.py:_rounded_to [defenses/test_low_bits]
     2.0 ** 52 => 0
 a sum of half precision that overflows
-    defenses/aggregate.py:RunningMean.read [defenses/test_low_bits]
+    defenses/aggregate.py:_RunningMean.read [defenses/test_low_bits]
     torch.promote_types(kept, torch.float32) => kept
 one look at noise that spares a tensor
     fedsim/audit/two_worlds.py:_choose_look [audit/test_noise_structure]
