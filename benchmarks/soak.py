@@ -88,7 +88,7 @@ def kill_superlink(there: RunningFederation) -> None:
 
 def kill_gate(there: RunningFederation) -> None:
     """Kill the gate."""
-    os.kill(there.gate_process(), signal.SIGKILL)
+    os.kill(there.gate_process().pid, signal.SIGKILL)
 
 
 def stop_node(client: int, seconds: float) -> Fault:
@@ -122,7 +122,7 @@ class Sample:
         parts = {
             "runner": [[os.getpid()]],
             "superlink": [[there.superlink().pid]],
-            "gate": [[there.gate_process()]],
+            "gate": [[there.gate_process().pid]],
             "node": nodes,
         }
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,25 +85,6 @@ def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Qu
             executor.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def child(target: Callable[..., object], *arguments: object) -> Iterator[BaseProcess]:
-    """Runs `target(*arguments)` in a process that ends with the block, which gets the process.
-
-    It also ends with the thread that starts it. `target` is a function of a module, no script's.
-    """
-    context = _SpawnContext()
-    end, lifeline = context.Pipe(duplex=False)
-    with end, lifeline:
-        process = context.Process(target=_run, args=(end, target, arguments))
-        with interrupts.delay_interrupts():
-            process.start()
-        try:
-            yield process
-        finally:
-            lifeline.close()
-            process.join()
-
-
 def tell(message: Any) -> None:
     """Puts `message`, which must be picklable, into the queue of this worker's `pool`."""
     assert _context is not None
@@ -119,15 +100,6 @@ def get_shared() -> Any:
 def _start(end: Connection, news: Queue[Any], shared: bytes) -> None:
     global _context
     _context = _Context(news, shared)
-    _bind(end)
-
-
-def _run(end: Connection, target: Callable[..., object], arguments: tuple[object, ...]) -> None:
-    _bind(end)
-    target(*arguments)
-
-
-def _bind(end: Connection) -> None:
     if sys.platform == "linux":  # even while a library computes and lets no thread of Python run
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_follow, args=(end,), daemon=True).start()

@@ -21,7 +21,7 @@ import ssl
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack, closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import formatdate
@@ -35,11 +35,10 @@ import h11
 from fedsim.federation.network.admission import BODY_LIMIT, Refusal, Signatures
 from fedsim.federation.network.log import Log
 from fedsim.federation.network.passage import CHUNK_BYTES, Passage, Side, SuperLink
-from fedsim.system import addresses, processes
+from fedsim.system import addresses
 
-CONNECTIONS = 1024
-"""Maximum number of connections at once. A node has two, and one more for each core while it
-pushes."""
+# Most connections at once; a node has two, and one more for each core while it pushes.
+_CONNECTIONS = 1024
 # A node, or the strangers of one address, may have one in so many of the connections.
 _PARTY_SHARE = 8
 # Most lines of the log for one caller, and for all strangers, within so many seconds.
@@ -52,79 +51,19 @@ _LINGER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateSettings:
-    """Settings of a gate; `certificate` and `key` are PEM files by which nodes know it."""
-
+class _GateSettings:
     superlink: str
     """Address of the SuperLink, HOST:PORT; its certificate must name this host."""
     certificate: Path
     key: Path
     roots: Path
     """Certificate of the authority that vouches for the SuperLink."""
-    body_limit: int = BODY_LIMIT
-    """Maximum size of a request's body in bytes."""
-    connections: int = CONNECTIONS
-    """Maximum number of connections at once."""
-
-
-class Gate:
-    """Runs a gate in a process of its own, which ends with the block and with this process.
-
-    `listen` is the HOST:PORT to listen at, where port 0 takes a free one: `address` is the one
-    taken. The file `log` gets a line for each refusal: time, client, status, reason, request.
-    Without it the lines go to standard error.
-    """
-
-    def __init__(self, listen: str, settings: GateSettings, *, log: Path | None = None) -> None:
-        self._listen, self._settings, self._log = listen, settings, log
-        self._stack = ExitStack()
-
-    def start(self) -> Gate:
-        """Listens, then starts the process and returns the gate, with its `address`."""
-        from fedsim.types import FedsimError  # which imports torch: not for the gate's process
-
-        try:
-            if self._log:
-                # A log that cannot be written shows here, and not in the child.
-                self._log.open("a").close()
-            server, since = _listening(self._listen, self._settings)
-        except (OSError, ValueError) as error:
-            raise FedsimError(
-                f"the gate at {self._listen} cannot start: {error}; name a free address, a "
-                "certificate, key and authority that belong together, and a log in a folder that is"
-            ) from error
-        # The child has the socket now: this process's copy is closed, so that the port is free once
-        # the child ends.
-        with server:
-            self.address = addresses.address_of(server)
-            arguments = (server, since, self._settings, self._log)
-            self._process = self._stack.enter_context(processes.child(_in_child, *arguments))
-        return self
-
-    def stop(self) -> None:
-        """Ends the process, if it still runs."""
-        self._stack.close()
-
-    def __enter__(self) -> Gate:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    @property
-    def status(self) -> int | None:
-        """Exit status of the process; None while it runs, and -N if signal N ended it."""
-        return self._process.exitcode
-
-    @property
-    def pid(self) -> int:
-        """Id of the process."""
-        assert self._process.pid is not None
-        return self._process.pid
+    body_limit: int
+    connections: int
 
 
 class _Server:
-    def __init__(self, settings: GateSettings, since: float, log: Log | TextIO) -> None:
+    def __init__(self, settings: _GateSettings, since: float, log: Log | TextIO) -> None:
         self._settings, self._log = settings, log
         self._signatures = Signatures(since)
         inside, self._outside = _contexts(settings)
@@ -296,15 +235,7 @@ def _network(address: str) -> str:
     )
 
 
-def _in_child(
-    server: socket.socket, since: float, settings: GateSettings, log: Path | None
-) -> None:
-    with ExitStack() as stack:
-        stream = stack.enter_context(closing(Log(log))) if log else sys.stderr
-        asyncio.run(_Server(settings, since, stream).run(server))
-
-
-def _contexts(settings: GateSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+def _contexts(settings: _GateSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     outside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     outside.load_cert_chain(settings.certificate, settings.key)
     # This protocol verifies the certificate and its host by default.
@@ -313,15 +244,8 @@ def _contexts(settings: GateSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return inside, outside
 
 
-def _listening(listen: str, settings: GateSettings) -> tuple[socket.socket, float]:
-    """Returns a listening socket, and the time (s since 1970) from which it listens."""
-    _contexts(settings)
-    addresses.split(settings.superlink)
-    return addresses.listener(listen), time.time()
-
-
 async def _until_terminated(
-    server: socket.socket, since: float, settings: GateSettings, log: Log | TextIO
+    server: socket.socket, since: float, settings: _GateSettings, log: Log | TextIO
 ) -> None:
     task = asyncio.current_task()
     assert task is not None
@@ -338,15 +262,18 @@ def main() -> None:
     for name in ("--certificate", "--key", "--roots"):
         parser.add_argument(name, required=True, type=Path, metavar="FILE")
     parser.add_argument("--body-limit", type=int, default=BODY_LIMIT, metavar="BYTES")
-    parser.add_argument("--connections", type=int, default=CONNECTIONS, metavar="N")
+    parser.add_argument("--connections", type=int, default=_CONNECTIONS, metavar="N")
     parser.add_argument(
         "--log", type=Path, metavar="FILE", help="of refusals; default: standard error"
     )
     given = vars(parser.parse_args())
     listen, log = given.pop("listen"), given.pop("log")
-    settings = GateSettings(**given)
+    settings = _GateSettings(**given)
     try:
-        server, since = _listening(listen, settings)
+        # What is wrong with the files shows here, and not at the first connection.
+        _contexts(settings)
+        addresses.split(settings.superlink)
+        server, since = addresses.listener(listen), time.time()
         stream = Log(log) if log else sys.stderr
     except (OSError, ValueError) as error:
         parser.error(f"{error}; check address, certificate, key, roots and log")

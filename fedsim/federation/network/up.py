@@ -18,10 +18,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
 
 from fedsim.federation.network import flower
-from fedsim.federation.network.gate import Gate, GateSettings
 from fedsim.federation.network.home import make_private
 from fedsim.federation.network.keys import KEY_NAME, PEERS_NAME, make_keys
 from fedsim.federation.network.link import SCENARIO, Link
@@ -45,8 +43,8 @@ class RunningFederation:
     link: Link
     gate: str
     """Address at which nodes are let in, HOST:PORT."""
-    gate_process: Callable[[], int]
-    """Returns the process id of the present gate."""
+    gate_process: Callable[[], Child]
+    """Returns the gate's present process."""
     superlink: Callable[[], Child]
     """Returns the SuperLink's present process."""
     nodes: Callable[[], list[Child]]
@@ -80,14 +78,15 @@ def federation(
             secret=runner / "superexec.secret",
             shared_seed=shared_seed,
         )
-        settings = GateSettings(
-            superlink=reached.superlink,
-            certificate=guard / "server.crt",
-            key=guard / "server.key",
-            roots=guard / "ca.crt",
-        )
         gate = f"{_HOST}:{free_port()}"
-        keeper = watched.add(Gate(gate, settings, log=logs / "gate.log").start)
+        command = [
+            *(sys.executable, "-m", "fedsim.federation.network.gate"),
+            *("--listen", gate, "--superlink", reached.superlink),
+            *("--certificate", str(guard / "server.crt"), "--key", str(guard / "server.key")),
+            *("--roots", str(guard / "ca.crt")),
+        ]
+        keeper = watched.add(partial(Child, command, logs / "gate.log"))
+        keeper().await_words(f"gate at {gate}", "the gate")
         policy = folder / "policy.yaml"
         # JSON is YAML, too.
         policy.write_text(json.dumps({"paths": paths}))
@@ -112,19 +111,16 @@ def federation(
         yield RunningFederation(
             link=reached,
             gate=gate,
-            gate_process=lambda: keeper().pid,
+            gate_process=keeper,
             superlink=link,
             nodes=lambda: [node() for node in found],
         )
 
 
-P = TypeVar("P", Child, Gate)
-
-
 class _Watched:
     def __init__(self) -> None:
-        self._starts: list[Callable[[], Child | Gate]] = []
-        self._children: list[Child | Gate] = []
+        self._starts: list[Callable[[], Child]] = []
+        self._children: list[Child] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="network", daemon=True)
 
@@ -147,20 +143,20 @@ class _Watched:
             for thread in stopping:
                 thread.join()
 
-    def add(self, start: Callable[[], P]) -> Callable[[], P]:
+    def add(self, start: Callable[[], Child]) -> Callable[[], Child]:
         """Calls `start` now and whenever the program that it started has ended."""
         number = len(self._children)
         self._children.append(start())
         self._starts.append(start)
-        return lambda: cast(P, self._children[number])
+        return lambda: self._children[number]
 
     def _watch(self) -> None:
         while not self._stop.wait(_WATCH_SECONDS):
             for number, start in enumerate(list(self._starts)):
-                if isinstance(child := self._children[number], Child):
-                    child.bound_log()
-                if self._children[number].status not in (None, _REFUSED):
-                    self._children[number].stop()  # and whatever it left behind
+                child = self._children[number]
+                child.bound_log()
+                if child.status not in (None, _REFUSED):
+                    child.stop()  # and whatever it left behind
                     if self._stop.wait(_NODE_REST):
                         return
                     # A disk may be full for a while: it is tried again.

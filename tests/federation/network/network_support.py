@@ -38,6 +38,7 @@ from fedsim.federation.network import flower
 from fedsim.federation.network.flower import BoundedGrid
 from fedsim.federation.network.keys import make_certificates, make_node_key
 from fedsim.federation.network.link import Link
+from fedsim.federation.network.superlink import Child
 from fedsim.system.addresses import address_of, split
 
 NEVER = 600.0
@@ -129,6 +130,30 @@ def write_node_key(path: Path) -> Path:
     for file, content in zip((path, public), make_node_key(), strict=True):
         file.write_bytes(content)
     return public
+
+
+@contextmanager
+def gate(
+    authority: Authority, superlink: str, log: Path, **changes: object
+) -> Iterator[tuple[str, Child]]:
+    """The address of a gate that logs to `log`, and its process; `changes` are of its options."""
+    options = {
+        "listen": "127.0.0.1:0",
+        "superlink": superlink,
+        "certificate": authority.server_certificate,
+        "key": authority.server_key,
+        "roots": authority.certificate,
+        "log": log,
+        **changes,
+    }
+    words = [f"--{name}={value}" for name, value in options.items() if value]
+    command = [sys.executable, "-m", "fedsim.federation.network.gate", *words]
+    running = Child(command, log.with_suffix(".out"))
+    try:
+        running.await_words("gate at ", "the gate")
+        yield running.words().split()[-1], running
+    finally:
+        running.stop()
 
 
 @dataclass

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +14,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,12 +26,11 @@ import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from network_support import NEVER, Authority, free_port, make_authority, until
+from network_support import NEVER, Authority, free_port, gate, make_authority, until
 
 from fedsim.federation.network import gate as gate_module
 from fedsim.federation.network import link, passage
 from fedsim.federation.network import log as log_module
-from fedsim.federation.network.gate import Gate, GateSettings
 from fedsim.federation.network.superlink import Child
 from fedsim.types import FedsimError
 
@@ -95,14 +92,17 @@ def inside(authority: Authority) -> Iterator[str]:
     server.server_close()
 
 
-def settings(authority: Authority, superlink: str, **more: Any) -> GateSettings:
-    return GateSettings(
+def served(authority: Authority, superlink: str, log: Any) -> gate_module._Server:
+    """The gate in this process."""
+    settings = gate_module._GateSettings(
         superlink=superlink,
         certificate=authority.server_certificate,
         key=authority.server_key,
         roots=authority.certificate,
-        **more,
+        body_limit=10**6,
+        connections=16,
     )
+    return gate_module._Server(settings, 0, log)
 
 
 @pytest.fixture(scope="module")
@@ -111,22 +111,22 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gate(authority: Authority, inside: str, log: Path) -> Iterator[Gate]:
-    with Gate("127.0.0.1:0", settings(authority, inside), log=log) as running:
+def process(authority: Authority, inside: str, log: Path) -> Iterator[tuple[str, Child]]:
+    with gate(authority, inside, log) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def address(process: tuple[str, Child]) -> str:
+    return process[0]
 
 
 @pytest.fixture
 def fresh(authority: Authority, inside: str, tmp_path: Path) -> Iterator[Fresh]:
     """A gate of its own, whose log has no line of another test."""
     log = tmp_path / "fresh.log"
-    with (
-        Gate("127.0.0.1:0", settings(authority, inside, connections=16), log=log) as gate,
-        ExitStack() as clients,
-    ):
-        yield Fresh(
-            gate.address, log, lambda: clients.enter_context(calling(authority, gate.address))
-        )
+    with gate(authority, inside, log, connections=16) as (address, _), ExitStack() as clients:
+        yield Fresh(address, log, lambda: clients.enter_context(calling(authority, address)))
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class Fresh:
 
 
 @pytest.fixture
-def client(authority: Authority, gate: Gate) -> Iterator[httpx.Client]:
-    with calling(authority, gate.address) as client:
+def client(authority: Authority, address: str) -> Iterator[httpx.Client]:
+    with calling(authority, address) as client:
         yield client
 
 
@@ -232,26 +232,26 @@ def test_refusals_say_why_in_one_line_of_the_log(fresh: Fresh) -> None:
     ],
 )
 def test_what_no_library_sends_does_not_pass(
-    authority: Authority, gate: Gate, request_head: bytes, status: int
+    authority: Authority, address: str, request_head: bytes, status: int
 ) -> None:
     asked = len(Inside.asked)
-    answer = raw(authority, gate.address, request_head)
+    answer = raw(authority, address, request_head)
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
     assert b"connection: close" in answer.lower()
     assert len(Inside.asked) == asked
 
 
-def test_what_follows_a_refused_request_is_not_answered(authority: Authority, gate: Gate) -> None:
+def test_what_follows_a_refused_request_is_not_answered(authority: Authority, address: str) -> None:
     first = head(
         f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 5", "Transfer-Encoding: chunked"
     )
     lines = [f"{name}: {value}" for name, value in sign().items()]
     hidden = head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 0", *lines)
-    assert raw(authority, gate.address, first + b"0\r\n\r\n" + hidden).count(b"HTTP/1.1 ") == 1
+    assert raw(authority, address, first + b"0\r\n\r\n" + hidden).count(b"HTTP/1.1 ") == 1
 
 
-def test_a_line_of_the_log_cannot_be_forged(authority: Authority, gate: Gate, log: Path) -> None:
-    raw(authority, gate.address, b"POST /\xe2\x80\xa8\x1b[2K HTTP/1.1\r\nHost: a\r\n\r\n")
+def test_a_line_of_the_log_cannot_be_forged(authority: Authority, address: str, log: Path) -> None:
+    raw(authority, address, b"POST /\xe2\x80\xa8\x1b[2K HTTP/1.1\r\nHost: a\r\n\r\n")
     assert log.read_text().isascii()
     assert "\x1b" not in log.read_text()
 
@@ -295,7 +295,7 @@ def test_a_full_disk_does_not_close_the_gate(authority: Authority, inside: str) 
         def write(self, text: str) -> None:
             raise OSError(28, "No space left on device")
 
-    gate_module._Server(settings(authority, inside), 0, Full())._log_refusal(
+    served(authority, inside, Full())._log_refusal(
         gate_module._Caller("-"), gate_module.Refusal(503, "too many connections"), ""
     )
 
@@ -313,42 +313,41 @@ def test_who_only_connects_leaves_no_line(
 
 
 def test_a_clock_that_is_off_is_told_to_its_node(
-    authority: Authority, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    authority: Authority, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "_REACH_SECONDS", NEVER)
     began = time.time()
     for off, told in ((0, ""), (-200, ""), (400, "ahead"), (-4000, "behind")):
         monkeypatch.setattr(link.time, "time", lambda off=off: began + off)
-        said = link.clock_error(gate.address, authority.certificate)
+        said = link.clock_error(address, authority.certificate)
         assert told in said and bool(told) == bool(said)
     assert link.clock_error(f"127.0.0.1:{free_port()}", authority.certificate) == ""
 
 
-def test_plaintext_does_not_pass(gate: Gate, log: Path) -> None:
+def test_plaintext_does_not_pass(address: str, log: Path) -> None:
     with pytest.raises(httpx.TransportError):
-        httpx.post(f"http://{gate.address}{PATH}", headers=sign(), timeout=NEVER)
+        httpx.post(f"http://{address}{PATH}", headers=sign(), timeout=NEVER)
     until(lambda: " 400 no TLS: " in log.read_text(), "a line")
 
 
-def test_large_bodies_stream_both_ways(client: httpx.Client, gate: Gate) -> None:
+def test_large_bodies_stream_both_ways(client: httpx.Client, process: tuple[str, Child]) -> None:
     assert client.post(PATH, content=b"abc", headers=sign()).status_code == 200
-    before = memory(gate.pid)
+    before = memory(process[1].pid)
     size = 60 * MEGABYTE
     body = (bytes(MEGABYTE) for _ in range(60))
     headers = sign() | {"content-length": str(size)}
     assert client.post(PATH, content=body, headers=headers).json()["size"] == size
     large = client.post("/v1/fleet/large", content=b"", headers=sign())
     assert large.content == bytes(32 * MEGABYTE)
-    assert memory(gate.pid) - before < 20 * MEGABYTE
+    assert memory(process[1].pid) - before < 20 * MEGABYTE
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_sent(
     authority: Authority, inside: str, tmp_path: Path
 ) -> None:
-    limited = settings(authority, inside, body_limit=1000)
     with (
-        Gate("127.0.0.1:0", limited, log=tmp_path / "log") as gate,
-        calling(authority, gate.address) as client,
+        gate(authority, inside, tmp_path / "log", **{"body-limit": 1000}) as (address, _),
+        calling(authority, address) as client,
     ):
         assert client.post(PATH, content=bytes(1000), headers=sign()).status_code == 200
         assert client.post(PATH, content=bytes(1001), headers=sign()).status_code == 413
@@ -411,7 +410,7 @@ def test_nobody_washes_the_log_away(
     authority: Authority, inside: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, refusal = io.StringIO(), gate_module.Refusal(404, "not the Fleet API")
-    server = gate_module._Server(settings(authority, inside), 0, log)
+    server = served(authority, inside, log)
     node, other = (gate_module._Caller("1.2.3.4:5", key) for key in (b"key", b"other"))
     server._log_refusal(node, refusal, "first")
     for number in range(20_000):
@@ -444,22 +443,20 @@ def test_a_superlink_that_is_gone_or_anothers_gets_nothing(
     """The node may try again: the answer is 502."""
     superlink = inside if is_there else f"127.0.0.1:{free_port()}"
     other = make_authority(tmp_path / "other", ["127.0.0.1"])
-    trusting = replace(settings(authority, superlink), roots=other.certificate)
     asked = len(Inside.asked)
-    with Gate("127.0.0.1:0", trusting) as gate, calling(authority, gate.address) as client:
+    trusting = gate(authority, superlink, tmp_path / "log", roots=other.certificate)
+    with trusting as (address, running), calling(authority, address) as client:
         assert client.post(PATH, headers=sign()).status_code == 502
-        assert gate.status is None
-        pid = gate.pid
+        assert running.status is None
     assert len(Inside.asked) == asked
-    assert not Path(f"/proc/{pid}").exists()
 
 
-def test_many_clients_at_once(client: httpx.Client, authority: Authority, gate: Gate) -> None:
+def test_many_clients_at_once(client: httpx.Client, authority: Authority, address: str) -> None:
     assert client.post(PATH, content=b"", headers=sign()).status_code == 200
 
     def push(number: int) -> int:
         bodies = [bytes(number * 10_000 + i) for i in range(5)]
-        with calling(authority, gate.address) as own:
+        with calling(authority, address) as own:
             answers = [own.post(PATH, content=body, headers=sign()).json() for body in bodies]
         return sum(a["size"] == len(body) for a, body in zip(answers, bodies, strict=True))
 
@@ -468,40 +465,25 @@ def test_many_clients_at_once(client: httpx.Client, authority: Authority, gate: 
 
 
 def test_what_cannot_start_says_why(authority: Authority, inside: str, tmp_path: Path) -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(FedsimError, match=r"cannot start: .*in use"),
-        Gate(f"127.0.0.1:{taken.getsockname()[1]}", settings(authority, inside)),
-    ):
-        pass
     other = make_authority(tmp_path / "other", ["127.0.0.1"])
-    mismatched = replace(settings(authority, inside), key=other.server_key)
-    with pytest.raises(FedsimError, match="mismatch"), Gate("127.0.0.1:0", mismatched):
-        pass
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        there = f"127.0.0.1:{taken.getsockname()[1]}"
+        for changes, said in (({"listen": there}, "in use"), ({"key": other.server_key}, "mism")):
+            refused = gate(authority, inside, tmp_path / "gate.log", **changes)
+            with pytest.raises(FedsimError, match="the gate does not start") as error, refused:
+                pass
+            assert said in str(error.value)
 
 
-def test_the_command(authority: Authority, inside: str) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "fedsim.federation.network.gate"]
-    command += ["--listen", f"127.0.0.1:{port}", "--superlink", inside]
-    command += ["--certificate", str(authority.server_certificate)]
-    command += ["--key", str(authority.server_key), "--roots", str(authority.certificate)]
-    with (
-        subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ) as running,
-        calling(authority, f"127.0.0.1:{port}") as client,
-    ):
-
-        def answers() -> bool:
-            try:
-                return client.get("/").status_code == 404
-            except httpx.TransportError:
-                return False
-
-        until(answers, "the gate answers")
-        running.terminate()
-        assert running.wait(NEVER) == 0
-        assert running.stderr
-        assert b" 404 not the Fleet API: GET /\n" in running.stderr.read()
+def test_without_a_file_refusals_go_to_standard_error(
+    authority: Authority, inside: str, tmp_path: Path
+) -> None:
+    with gate(authority, inside, tmp_path / "log", log=None) as (address, running):
+        with calling(authority, address) as client:
+            assert client.get("/").status_code == 404
+        until(lambda: " 404 not the Fleet API: GET /\n" in running.words(), "a line")
+        running._process.terminate()
+        assert running._process.wait(NEVER) == 0
 
 
 class Waits:
@@ -555,7 +537,7 @@ def test_slow_clients_are_cut_off(
 
     async def talk() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
-        server = gate_module._Server(settings(authority, inside), 0, log)
+        server = served(authority, inside, log)
         task = asyncio.create_task(server.run(listener))
         context = ssl.create_default_context(cafile=authority.certificate)
         port = listener.getsockname()[1]

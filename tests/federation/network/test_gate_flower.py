@@ -37,6 +37,7 @@ from network_support import (
     SuperLink,
     eavesdropper,
     free_port,
+    gate,
     node_key,
     process,
     superlink,
@@ -46,7 +47,6 @@ from typer.testing import CliRunner
 
 from fedsim.cli.network import add_to
 from fedsim.federation.local import identity
-from fedsim.federation.network.gate import Gate, GateSettings
 
 
 @dataclass
@@ -77,15 +77,9 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
     *keys, _, stranger = (folder / "keys" / f"node-{number}" / "key" for number in range(5))
     with superlink(folder, authority, server / "superexec.secret") as link:
         nodes = {key: link.register(public_of(folder, key)) for key in keys}
-        settings = GateSettings(
-            superlink=link.address,
-            certificate=authority.server_certificate,
-            key=authority.server_key,
-            roots=authority.certificate,
-        )
         log = folder / "gate.log"
-        with Gate("127.0.0.1:0", settings, log=log) as gate:
-            yield Federation(folder, link, gate.address, log, nodes, stranger)
+        with gate(authority, link.address, log) as (address, _):
+            yield Federation(folder, link, address, log, nodes, stranger)
 
 
 def public_of(folder: Path, key: Path) -> Path:
