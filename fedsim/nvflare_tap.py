@@ -181,7 +181,7 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> None:
         """Records the answer `dxo`, and leaves it as it is."""
-        filters = list_filters(fl_ctx, dxo.data_kind)
+        filters = _list_filters(fl_ctx, dxo.data_kind)
         client = fl_ctx.get_identity_name()
         # Taken once: an answer without training must not get the steps of an earlier task.
         steps, self._steps = self._steps, None
@@ -200,7 +200,7 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
             _guard(lambda: keep_testimony(folder, steps, order, filters, bound))
 
 
-def list_filters(context: FLContext, data_kind: str) -> list[DeployedPart]:
+def _list_filters(context: FLContext, data_kind: str) -> list[DeployedPart]:
     """Returns the client's filters that act on answers of `data_kind`, outermost first.
 
     fedsim's own are left out. Filters of weights have the further setting `acts_on_weights` 1,

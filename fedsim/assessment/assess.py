@@ -118,7 +118,7 @@ def assess(
             "device": "cpu",
             "knowledge": asked.grant.model_dump(),
             "seconds": time.perf_counter() - started,
-            "again": command_of(tape.source, model, homes, asked),
+            "again": _command_of(tape.source, model, homes, asked),
             "notes": dict(enumerate(dict.fromkeys([*app.plan.notes, *_BASIS]))),
         }
         stages.finish(
@@ -164,7 +164,7 @@ class _App:
     """Facts known of the app whose recording is attacked: its model, normalization and training."""
 
     def __init__(self, model: nn.Module | str, tape: _TappedRun, asked: AssessSettings) -> None:
-        self.title = slug(asked.name or package_of(model))
+        self.title = _slug(asked.name or _package_of(model))
         self.model = model if isinstance(model, nn.Module) else built_model(model)
         if type(self.model).__module__ == "__main__":
             raise FedsimError(
@@ -174,7 +174,7 @@ class _App:
         first = tape.picked[0]
         freeze_unsent(self.model, first.exchange, asked.prefix)
         shape = asked.input_shape or first.testimony.shape
-        classes = asked.classes or classes_of(self.model, shape)
+        classes = asked.classes or _classes_of(self.model, shape)
         mode: Mode = "train" if first.testimony.said.training_mode else "eval"
         self.victim = VictimModel(
             self.model,
@@ -204,7 +204,7 @@ class _App:
 
 def _fill(
     folder: Path, tape: _TappedRun, app: _App, asked: AssessSettings
-) -> tuple[AssessmentContext, Setting]:
+) -> tuple[_AssessmentContext, Setting]:
     """Writes the recording and its truth as a run's, and returns how it is attacked."""
     seen: dict[str, tuple[Observation, Picked]] = {}
     errors: dict[str, float | None] = {}
@@ -253,9 +253,9 @@ def _fill(
         app.plan.notes += lines
     if not any(privacy.values()):
         app.plan.notes.append(_NO_PRIVACY)
-    record.write_lines(folder / "rounds.jsonl", round_rows(tape.exchanges, stack))
+    record.write_lines(folder / "rounds.jsonl", _round_rows(tape.exchanges, stack))
     guesser, guess_is_public = guesser_of(tape.said, tape.picked, app.examples, app.plan.notes)
-    context = AssessmentContext(
+    context = _AssessmentContext(
         name=app.title,
         model=type(app.model).__name__,
         grant=asked.grant,
@@ -357,7 +357,7 @@ class AssessSettings:
 
 
 @dataclass(frozen=True)
-class AssessmentContext:
+class _AssessmentContext:
     """Facts that every result of an assessment shares."""
 
     name: str
@@ -391,7 +391,7 @@ class AssessmentContext:
         )
 
 
-def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
+def _round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
     """Returns a line of `rounds.jsonl` for each recorded round, in the order of rounds."""
     found = []
     for round in sorted({each.round for each in exchanges}):
@@ -410,7 +410,7 @@ def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
     return found
 
 
-def command_of(
+def _command_of(
     source: Path, model: nn.Module | str, homes: Sequence[str | Path], asked: AssessSettings
 ) -> str:
     """Returns the shell command that repeats the assessment; a model is named by its class.
@@ -453,7 +453,7 @@ def _join_values(values: Sequence[float]) -> str:
     return ",".join(map(str, values))
 
 
-def slug(name: str) -> str:
+def _slug(name: str) -> str:
     """Returns `name` as a file may be called, of at most 64 characters; `app` if none is left."""
     return re.sub(r"[^A-Za-z0-9_+-]+", "-", name).strip("-.+_")[:64] or "app"
 
@@ -502,7 +502,7 @@ def _arguments(call: str) -> tuple[list[Any], dict[str, Any]]:
     return [ast.literal_eval(each) for each in tree.args], keywords
 
 
-def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
+def _classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
     """Returns the number of the model's outputs, by a trial on images of `shape` (C, H, W)."""
     # Of each module: an app may keep some, such as a frozen batch norm, in another mode.
     modes = [(part, part.training) for part in model.modules()]
@@ -522,7 +522,7 @@ def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
             part.training = was_training
 
 
-def package_of(model: nn.Module | str) -> str:
+def _package_of(model: nn.Module | str) -> str:
     """Returns the top-level package of the model's class, or of the name that says where it is."""
     module = model.partition(":")[0] if isinstance(model, str) else type(model).__module__
     return module.partition(".")[0]

@@ -213,7 +213,7 @@ class AppTraining:
                 f"local: {number_of(steps, 'step')} follow from what was declared, and "
                 f"the witness saw {said.steps}"
             )
-        return simulate_training(
+        return _simulate_training(
             examples=int(examples),
             steps=steps,
             per_epoch=per_epoch,
@@ -249,7 +249,7 @@ class AppTraining:
             )
         if len(set(said.sizes)) > 1:
             self.notes.append("local: batches differ in size, and attacks take them for equal ones")
-        return simulate_training(
+        return _simulate_training(
             examples=said.images,
             steps=said.steps,
             per_epoch=max(1, round(said.steps / epochs)),
@@ -319,7 +319,7 @@ EXAMPLES = "num-examples"
 """Name of the metric by which Flower's clients state the number of examples of an answer."""
 
 
-def simulate_training(
+def _simulate_training(
     *,
     examples: int,
     steps: int,

@@ -35,7 +35,7 @@ _EXACT = "of the tensors alone, with exact numbers and noise that nobody can for
 
 
 @dataclass(frozen=True)
-class FoundDefenses:
+class _FoundDefenses:
     """Defenses that an app's mods or filters are, in the order in which they act on an update."""
 
     parts: tuple[DeployedPart, ...] = ()
@@ -57,9 +57,9 @@ class FoundDefenses:
 class PrivacySettings:
     """Privacy settings of one recorded app, as far as its tap and witness found them."""
 
-    defenses: FoundDefenses | None
+    defenses: _FoundDefenses | None
     """Defenses of the clients; None where no mod was looked for."""
-    server: ServerNoise | None
+    server: _ServerNoise | None
     """The server's own noise; None where no wrapper was found."""
     rounds: int
     """Number of the last recorded round, which bounds the times that a client took part."""
@@ -97,7 +97,7 @@ class PrivacySettings:
         return privacy, lines
 
     def _claim(
-        self, found: FoundDefenses, exchange: Exchange, training: LocalTraining
+        self, found: _FoundDefenses, exchange: Exchange, training: LocalTraining
     ) -> tuple[PrivacyClaim, str]:
         """Returns the ledger's claim of `found`, and what it comes to against any other update."""
         sent = exchange.read_reply()
@@ -139,13 +139,13 @@ def read_privacy(
         found = replace(found, unproven=f"the tap left answers out: {doubts[0]}")
     rounds = max(each.round for each in exchanges)
     parts = None if found is None else found.parts
-    server = read_server_noise(strategies or (), exchanges, mods=parts, delta=_DELTA)
+    server = _read_server_noise(strategies or (), exchanges, mods=parts, delta=_DELTA)
     return PrivacySettings(found, server, rounds)
 
 
 def _read_defenses(
     exchanges: Sequence[Exchange], mods: Mapping[str, Sequence[DeployedPart] | None]
-) -> FoundDefenses | None:
+) -> _FoundDefenses | None:
     known = [each for each in exchanges if mods.get(each.message_id) is not None]
     if not known:
         return None
@@ -162,7 +162,7 @@ def _read_defenses(
     return first
 
 
-def _of_one(parts: Sequence[DeployedPart], exchange: Exchange) -> FoundDefenses:
+def _of_one(parts: Sequence[DeployedPart], exchange: Exchange) -> _FoundDefenses:
     told = {key: v for record in exchange.config.values() for key, v in record.items()}
     stated = {key: v for record in exchange.metrics.values() for key, v in record.items()}
     acting = tuple(part for part in parts if part.name not in _PASS_ON)
@@ -178,7 +178,7 @@ def _of_one(parts: Sequence[DeployedPart], exchange: Exchange) -> FoundDefenses:
             refs.append(ref)
         else:
             unknown = f"it is not known what {printable(part.name)} does"
-    return FoundDefenses(acting, tuple(refs), unproven=unknown)
+    return _FoundDefenses(acting, tuple(refs), unproven=unknown)
 
 
 def _ref_of(part: DeployedPart, told: Mapping[str, object]) -> PluginRef | None:
@@ -243,7 +243,7 @@ _MEANS = (f"{_HOME}fedavg.FedAvg", f"{_HOME}fedprox.FedProx")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerNoise:
+class _ServerNoise:
     """What a wrapper of the server claims, and the ε for those who see its model alone."""
 
     text: str
@@ -254,13 +254,13 @@ class ServerNoise:
     """Budget of its accountant, or what that has counted; None without an accountant."""
 
 
-def read_server_noise(
+def _read_server_noise(
     strategies: Sequence[DeployedPart],
     exchanges: Sequence[Exchange],
     *,
     mods: Sequence[DeployedPart] | None,
     delta: float,
-) -> ServerNoise | None:
+) -> _ServerNoise | None:
     """Returns what the outermost strategy adds; None if that is no wrapper of Flower's for privacy.
 
     Flower adds N(0, (z C / n)²) to the mean of n updates clipped to the L2 norm C; a client of
@@ -289,7 +289,7 @@ def read_server_noise(
         epsilon = found
         text += f"{found:.4g} at δ = {delta:g} after {rounds} rounds (client, zero out)"
         text += ", if no update has NaN, which Flower's clip passes"
-    return ServerNoise(
+    return _ServerNoise(
         text=text, epsilon=epsilon, claimed_epsilon=spent if budget is None else budget
     )
 

@@ -85,8 +85,8 @@ def build(
     `sum_identity` is that of a client on a machine of its own. `on_release` is called before each
     release, of training or of a probe, and may refuse it by raising.
     """
-    client = FederationClient(job, workload, on_release)
-    sums = Answers(client, sum_identity)
+    client = _FederationClient(job, workload, on_release)
+    sums = _SumAnswers(client, sum_identity)
     app = ClientApp()
     app.train()(client.train)
     app.train(wire.PROBE)(client.probe)
@@ -100,7 +100,7 @@ def build(
     return app
 
 
-class FederationClient:
+class _FederationClient:
     """Answers the server's messages for the client that the context of each message names.
 
     An order that the client may not answer as asked is a `FedsimError`, and one of another form a
@@ -122,9 +122,9 @@ class FederationClient:
         """Folder below which clients keep their state and truth."""
         return Path(self._job.out)
 
-    def __reduce__(self) -> tuple[type[FederationClient], tuple[FederationJob]]:
+    def __reduce__(self) -> tuple[type[_FederationClient], tuple[FederationJob]]:
         """Reduces the app to its job, without the data: engines ship it to other processes."""
-        return FederationClient, (self._job,)
+        return _FederationClient, (self._job,)
 
     def identify(self, message: Message, context: Context) -> Message:
         """Answers with the client's number, and removes what it kept of unfinished rounds."""
@@ -231,7 +231,7 @@ class FederationClient:
             update = replace(update, buffers={})
         is_clipped = None
         if order.clipping_norm is not None:
-            clipped, is_clipped = clip_as_mod(update.tensors, order.clipping_norm)
+            clipped, is_clipped = _clip_as_mod(update.tensors, order.clipping_norm)
             update = replace(update, tensors=clipped)
         if order.probe is None and client in workload.plan(round).lookers:
             memory.save_sent(round, pack_round(update, order.parameters, order.buffers))
@@ -285,7 +285,7 @@ class FederationClient:
         return self._job.workload()
 
 
-def clip_as_mod(update: Tensors, norm: float) -> tuple[dict[str, torch.Tensor], bool]:
+def _clip_as_mod(update: Tensors, norm: float) -> tuple[dict[str, torch.Tensor], bool]:
     """Clips an update as Flower's `adaptiveclipping_mod` does, by the same function.
 
     Returns a new update on the CPU, and whether the given one was longer than `norm`, an L2 norm of
@@ -298,7 +298,7 @@ def clip_as_mod(update: Tensors, norm: float) -> tuple[dict[str, torch.Tensor], 
     return dict(zip(update, tensors, strict=True)), bool(is_clipped)
 
 
-class Answers:
+class _SumAnswers:
     """Answers the five stages of a secure sum for a client.
 
     The methods are called in the order in which they stand, once per round each. A message of
@@ -306,7 +306,7 @@ class Answers:
     protocol, an `AbortedError`.
     """
 
-    def __init__(self, own: FederationClient, sum_identity: SumIdentity | None) -> None:
+    def __init__(self, own: _FederationClient, sum_identity: SumIdentity | None) -> None:
         """Answers with the updates of `own`; `sum_identity` None draws keys from the seed."""
         self._own, self._given = own, sum_identity
 

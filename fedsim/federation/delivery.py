@@ -93,7 +93,7 @@ def exchange(
         yield position, None
 
 
-def roll_call(
+def _roll_call(
     grid: Grid,
     count: int,
     content: RecordDict,
@@ -155,7 +155,7 @@ class Nodes:
     def gather(self, done: int) -> None:
         """Waits for one node of each client, or refuses; tells all that `done` rounds are done."""
         greeting = wire.greeting(done)
-        calls = roll_call(self._grid, self._count, greeting, wire.IDENTIFY, self._patience)
+        calls = _roll_call(self._grid, self._count, greeting, wire.IDENTIFY, self._patience)
         for node, content in calls:
             client = wire.read_client(content)
             if client in self._of:
@@ -274,7 +274,7 @@ def take_census(grid: Grid, clients: int, patience: float, on_wait: OnWait | Non
     """
     held: dict[int, int] = {}
     statistics: dict[Unit, list[str]] = {unit: [] for unit in get_args(Unit)}
-    for _, content in roll_call(grid, clients, RecordDict(), CENSUS, patience, on_wait):
+    for _, content in _roll_call(grid, clients, RecordDict(), CENSUS, patience, on_wait):
         client, count, reasons = _read_census(content)
         if client in held:
             raise FedsimError(f"two nodes say that they are client {client}; give each its own")

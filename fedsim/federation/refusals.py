@@ -55,12 +55,12 @@ def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims)
 # Of a scenario.
 
 
-def engine_runs_here(scenario: Scenario, stacks: Collection[str]) -> None:
+def _engine_runs_here(scenario: Scenario, stacks: Collection[str]) -> None:
     """Refuses a machine that lacks what the engine needs, such as a package."""
     build_engine(scenario.federation.engine).check()
 
 
-def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
+def _strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
     """Refuses a strategy with wrong parameters, or one that needs what a stack hides."""
     federation, trains = scenario.federation, build_learner(scenario.learner).trains
     # Building it checks its parameters.
@@ -101,19 +101,19 @@ def strategy_fits(scenario: Scenario, stacks: Collection[str]) -> None:
             )
 
 
-OF_SCENARIO: list[Callable[[Scenario, Collection[str]], None]] = [engine_runs_here, strategy_fits]
+OF_SCENARIO: list[Callable[[Scenario, Collection[str]], None]] = [_engine_runs_here, _strategy_fits]
 
 
 # Of a stack, whoever computes its clients.
 
 
-def wrapper_knows_its_round(server: Server) -> None:
+def _wrapper_knows_its_round(server: Server) -> None:
     """Refuses a strategy's noise for another number of clients than a round samples."""
     parameters = server.scenario.federation.strategy_parameters
     strategies.check_sampled(parameters, len(server.plan(1).participants))
 
 
-def neurons_to_plant(server: Server) -> None:
+def _neurons_to_plant(server: Server) -> None:
     """Refuses to plant neurons (`observe.plant`) without probes, or in a model that has none."""
     observe = server.scenario.observe
     if observe.plant and not observe.batch_sizes:
@@ -125,7 +125,7 @@ def neurons_to_plant(server: Server) -> None:
         )
 
 
-def somebody_is_observed(server: Server) -> None:
+def _somebody_is_observed(server: Server) -> None:
     """Refuses a scenario with an observed round in which no observed client takes part."""
     scenario = server.scenario
     if not server.schedule.records or scenario.observe.vantages == ["client"]:
@@ -139,7 +139,7 @@ def somebody_is_observed(server: Server) -> None:
             )
 
 
-def somebody_looks(server: Server) -> None:
+def _somebody_looks(server: Server) -> None:
     """Refuses the vantage `client` if no client sees others, or if global models tell no update."""
     scenario = server.scenario
     if "client" not in scenario.observe.vantages:
@@ -164,7 +164,7 @@ def somebody_looks(server: Server) -> None:
             server.computation.told_update(value, value, server.training)
 
 
-def enough_share_the_noise(server: Server) -> None:
+def _enough_share_the_noise(server: Server) -> None:
     """Refuses noise shared among clients where the honest ones may add too little of it."""
     least, sampled = server.stack.least_clients, len(server.plan(1).participants)
     if sampled < least:
@@ -183,11 +183,11 @@ def enough_share_the_noise(server: Server) -> None:
 
 
 OF_STACK: list[Callable[[Server], None]] = [
-    wrapper_knows_its_round,
-    neurons_to_plant,
-    somebody_is_observed,
-    somebody_looks,
-    enough_share_the_noise,
+    _wrapper_knows_its_round,
+    _neurons_to_plant,
+    _somebody_is_observed,
+    _somebody_looks,
+    _enough_share_the_noise,
     plan.check,
     accounting.check_promise,
 ]
@@ -196,7 +196,7 @@ OF_STACK: list[Callable[[Server], None]] = [
 # Of a stack and the data of its clients that compute here.
 
 
-def classes_to_tell_apart(workload: Workload) -> None:
+def _classes_to_tell_apart(workload: Workload) -> None:
     """Refuses images that are all of one class, since a classifier has no loss on them."""
     dataset = workload.dataset
     if dataset.noun == "image" and len(dataset.classes or ()) < 2:
@@ -207,7 +207,7 @@ def classes_to_tell_apart(workload: Workload) -> None:
         )
 
 
-def attacks_answer(workload: Workload) -> None:
+def _attacks_answer(workload: Workload) -> None:
     """Refuses attacks that reconstruct images alone, if the data are rows of a table."""
     if workload.spec is None or not workload.spec.columns:
         return
@@ -217,7 +217,7 @@ def attacks_answer(workload: Workload) -> None:
             raise FedsimError(f"attacks[{index}]: {images_alone(entry.name)}")
 
 
-def batches_are_full(workload: Workload) -> None:
+def _batches_are_full(workload: Workload) -> None:
     """Refuses batches larger than a client's data, and trials that would repeat images."""
     observe, parts = workload.scenario.observe, {one.number: one.own for one in workload.clients}
     everyone = list(parts)
@@ -243,7 +243,7 @@ def batches_are_full(workload: Workload) -> None:
                 workload.client(client).check_victims(training, observe.trials)
 
 
-def data_keep_to_the_claim(workload: Workload) -> None:
+def _data_keep_to_the_claim(workload: Workload) -> None:
     """Refuses data that break what the stack's claim assumes of each client's rows."""
     with blaming(f"defenses.{workload.stack_name}"):
         workload.check_assumptions()
@@ -253,7 +253,7 @@ def data_keep_to_the_claim(workload: Workload) -> None:
 _STEP_BYTES = 4
 
 
-def batches_fit_memory(workload: Workload) -> None:
+def _batches_fit_memory(workload: Workload) -> None:
     """Refuses batches, of training or of probes, that do not fit memory with their gradients."""
     spec, observe = workload.spec, workload.scenario.observe
     if spec is None:
@@ -273,7 +273,7 @@ def batches_fit_memory(workload: Workload) -> None:
     )
 
 
-def a_client_can_train(workload: Workload) -> None:
+def _a_client_can_train(workload: Workload) -> None:
     """Trains one client for at most two steps, and refuses a scenario in which that fails."""
     stack = workload.stack
     parameters, buffers = workload.initial()
@@ -289,19 +289,19 @@ def a_client_can_train(workload: Workload) -> None:
 
 
 OF_CLIENTS: list[Callable[[Workload], None]] = [
-    classes_to_tell_apart,
-    attacks_answer,
-    batches_are_full,
-    data_keep_to_the_claim,
-    batches_fit_memory,
-    a_client_can_train,
+    _classes_to_tell_apart,
+    _attacks_answer,
+    _batches_are_full,
+    _data_keep_to_the_claim,
+    _batches_fit_memory,
+    _a_client_can_train,
 ]
 
 
 # Of all stacks, and what they claim.
 
 
-def audit_shows_something(
+def _audit_shows_something(
     scenario: Scenario, servers: Mapping[str, Server], claims: Claims
 ) -> None:
     """Refuses an audit without a claim that canaries can refute."""
@@ -311,7 +311,7 @@ def audit_shows_something(
         audit.check(scenario.audit, claims, scenario.data.clients)
 
 
-def scorer_is_there(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
+def _scorer_is_there(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
     """Refuses missing or damaged weights for LPIPS before any training."""
     from fedsim import scoring
 
@@ -323,6 +323,6 @@ def scorer_is_there(scenario: Scenario, servers: Mapping[str, Server], claims: C
 
 
 OF_RUN: list[Callable[[Scenario, Mapping[str, Server], Claims], None]] = [
-    audit_shows_something,
-    scorer_is_there,
+    _audit_shows_something,
+    _scorer_is_there,
 ]

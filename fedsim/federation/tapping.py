@@ -404,7 +404,7 @@ class _TappedGrid(WrappedGrid):
 
     def note_strategy(self, strategy: Strategy) -> None:
         for tape in self._tapes.values():
-            tape.note_parts("strategies", lambda: list_strategies(strategy))
+            tape.note_parts("strategies", lambda: _list_strategies(strategy))
 
     def _note(self, messages: list[Message]) -> list[_Sent | None]:
         try:
@@ -415,7 +415,7 @@ class _TappedGrid(WrappedGrid):
         tape.begin(messages)
         # Flower's strategies call from their `start`; a loop of the app's own has none.
         if (strategy := _find_strategy()) and any(map(trains, messages)):
-            tape.note_parts("strategies", lambda: list_strategies(strategy))
+            tape.note_parts("strategies", lambda: _list_strategies(strategy))
         return [tape.note(message, message.metadata.dst_node_id) for message in messages]
 
     def _record_replies(
@@ -540,7 +540,7 @@ def _find_strategy() -> Strategy | None:
     return found[-1] if found else None
 
 
-def list_strategies(strategy: Strategy) -> list[DeployedPart]:
+def _list_strategies(strategy: Strategy) -> list[DeployedPart]:
     """Returns a strategy and those that it wraps, outermost first, with their accountants."""
     found = []
     inner: Any = strategy

@@ -25,9 +25,9 @@ from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
 
 import fedsim
 from fedsim.assessment.clients import Picked
-from fedsim.assessment.privacy_settings import PrivacySettings, read_privacy, read_server_noise
+from fedsim.assessment.privacy_settings import PrivacySettings, _read_server_noise, read_privacy
 from fedsim.federation.local import LocalGrid, identity
-from fedsim.federation.tapping import list_strategies
+from fedsim.federation.tapping import _list_strategies
 from fedsim.privacy.numerics import gaussian
 from fedsim.recording.exchanges import (
     DeployedPart,
@@ -113,7 +113,7 @@ def test_wrappers_and_their_accountant_are_found(tapped: str, tmp_path: Path) ->
     assert found[0].number("accountant_max_epsilon") == 30.0
     # The grid is called before a round is counted, the strategy returns after.
     assert found[0].number("accountant_releases") == (1 if tapped == "grid" else 2)
-    noise = read_server_noise(found, read_exchanges(run_folder(tmp_path)), mods=None, delta=1e-5)
+    noise = _read_server_noise(found, read_exchanges(run_folder(tmp_path)), mods=None, delta=1e-5)
     assert noise and noise.claimed_epsilon == 30.0
     # Two rounds of equal weights, at the accountant's own δ, whose RDP is never below.
     assert noise.epsilon == pytest.approx(float(gaussian.epsilon(2 / math.sqrt(2), 1e-6)))
@@ -148,7 +148,7 @@ def exchanges(
 
 def noise_of(strategy: Any, folder: Path, weights: list[list[float]], mods: Any = None) -> Any:
     found = exchanges(folder, weights)
-    return read_server_noise(list_strategies(strategy), found, mods=mods, delta=1e-5)
+    return _read_server_noise(_list_strategies(strategy), found, mods=mods, delta=1e-5)
 
 
 def test_a_heavier_client_has_less_protection(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_the_servers_noise_is_not_accounted_of_tensors_it_does_not_clip(
 ) -> None:
     strategy = DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 1)
     found = exchanges(tmp_path, [[1]], {"w": torch.zeros(4), "n": tensor})
-    noise = read_server_noise(list_strategies(strategy), found, mods=None, delta=1e-5)
+    noise = _read_server_noise(_list_strategies(strategy), found, mods=None, delta=1e-5)
     assert noise and noise.epsilon == math.inf
     assert reason in noise.text
 

@@ -14,7 +14,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedsim.federation import delivery, wire
-from fedsim.federation.delivery import Nodes, exchange, roll_call
+from fedsim.federation.delivery import Nodes, _roll_call, exchange
 from fedsim.federation.local import LocalGrid, identity
 from fedsim.types import FedsimError
 
@@ -183,14 +183,14 @@ def test_who_is_gone_before_it_answers_is_asked_again() -> None:
 def test_a_node_that_refuses_is_not_asked_again() -> None:
     answers = Answers(lambda to: failure(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, to), [10])
     with pytest.raises(FedsimError, match="a node refuses: why"):
-        list(roll_call(answers.grid, 1, RecordDict(), "identify", 60))
+        list(_roll_call(answers.grid, 1, RecordDict(), "identify", 60))
 
 
 def test_too_few_nodes_are_waited_for_only_so_long() -> None:
     answers = Answers(named, [10])
     told: list[int] = []
     with pytest.raises(FedsimError, match="1 node of 2 came in 0 s, and 0 answered"):
-        list(roll_call(answers.grid, 2, RecordDict(), "identify", 0.2, told.append))
+        list(_roll_call(answers.grid, 2, RecordDict(), "identify", 0.2, told.append))
     assert told == [1]  # once, and not at every look
 
 

@@ -12,7 +12,7 @@ from mutate import read_table
 MUTATIONS = read_table(r"""
 # Ε holds although mean and std come from private images.
 a learner that steps around the stack
-    fedsim/federation/refusals.py:a_client_can_train [validity/test_stated_epsilon]
+    fedsim/federation/refusals.py:_a_client_can_train [validity/test_stated_epsilon]
     not stack.directed => False
 a clipped gradient above its bound by rounding
     defenses/per_example.py:_clipped_sum [validity/test_stated_epsilon]
@@ -145,7 +145,7 @@ an epsilon rounded down where it is written
     fedsim/words.py:format_epsilon [validity/test_stated_epsilon]
     _round_to(epsilon, 3, ROUND_CEILING) => _round_to(epsilon, 3, ROUND_HALF_EVEN)
 assumptions that the data contradict are believed
-    fedsim/federation/refusals.py:data_keep_to_the_claim [validity/test_assumptions]
+    fedsim/federation/refusals.py:_data_keep_to_the_claim [validity/test_assumptions]
     drop workload.check_assumptions()
 rows longer than their bound
     fedsim/types.py:Table.__post_init__ [validity/test_assumptions]
@@ -191,7 +191,7 @@ two spellings of a key have one mask
     [federation/secure_aggregation/test_public_keys]
     list_entries(keys) => b''
 keys that are not canonical
-    fedsim/federation/secure_aggregation/secrets.py:check_public
+    fedsim/federation/secure_aggregation/secrets.py:_check_public
     [federation/secure_aggregation/test_public_keys]
     drop number >= _PRIME
 a sketch drawn from 32 bits
@@ -678,10 +678,10 @@ rounding goes one way
     [federation/secure_aggregation/test_fixed_point]
     part + rng.uniform((len(part),), stream).numpy() => part
 a client that adds up in secret also answers in the open
-    fedsim/federation/client_app.py:FederationClient._respond [federation/test_federation_secure]
+    fedsim/federation/client_app.py:_FederationClient._respond [federation/test_federation_secure]
     self.workload.protocol => not self.workload
 a round is opened for two sets of clients
-    fedsim/federation/client_app.py:Answers.agree
+    fedsim/federation/client_app.py:_SumAnswers.agree
     [federation/test_federation_secure]
     partial(state.open_sum, sum.round, signatures) => partial(state.open_sum, sum.round, {})
 clients that are told of different sums open one of fewer

@@ -159,4 +159,4 @@ def test_a_deployments_own_server_has_each_release_behind_an_ideal() -> None:
 def test_more_may_collude_than_share_the_noise() -> None:
     wanted = shared_by_four("local", clients=8, secure={"range": 1e6, "colluding": 0.25})
     with pytest.raises(FedsimError, match="collude"):
-        refusals.enough_share_the_noise(wanted)
+        refusals._enough_share_the_noise(wanted)

@@ -64,7 +64,7 @@ class Refusal(Exception):  # noqa: N818 - reads as what happened
 
 
 @dataclass(frozen=True)
-class Signature:
+class _Signature:
     """Identifies a signature that is valid, and the key (PEM) that made it."""
 
     r: int
@@ -141,7 +141,7 @@ class Signatures:
         self._accepted: set[bytes] = set()
         self._held: Counter[bytes] = Counter()  # bytes of announcements, by key
 
-    def claim(self, headers: Mapping[bytes, bytes]) -> Signature:
+    def claim(self, headers: Mapping[bytes, bytes]) -> _Signature:
         """Returns the signature among `headers` (as of `vet`), and marks it as used."""
         signature, signed_at = _verify(headers)
         now = time.time()
@@ -181,7 +181,7 @@ class Signatures:
             self._held[key] -= size
             self._held += Counter()  # drops keys of which nothing is held, so that none pile up
 
-    def settle(self, signature: Signature, *, is_accepted: bool) -> None:
+    def settle(self, signature: _Signature, *, is_accepted: bool) -> None:
         """Records whether the SuperLink accepted the request that `signature` is of."""
         if is_accepted:
             self._accepted.add(signature.key)
@@ -199,7 +199,7 @@ class Signatures:
             del self._used[first]
 
 
-def _verify(headers: Mapping[bytes, bytes]) -> tuple[Signature, float]:
+def _verify(headers: Mapping[bytes, bytes]) -> tuple[_Signature, float]:
     """Verifies the signature among vetted headers; returns it and its time (s since 1970)."""
     try:
         key = b64decode(headers[_PUBLIC_KEY], validate=True)
@@ -212,7 +212,7 @@ def _verify(headers: Mapping[bytes, bytes]) -> tuple[Signature, float]:
         raise Refusal(401, f"no {error.args[0].decode()}") from error
     except (ValueError, ArithmeticError, UnsupportedAlgorithm, InvalidSignature) as error:
         raise Refusal(401, "invalid signature") from error
-    return Signature(r, key), signed_at
+    return _Signature(r, key), signed_at
 
 
 @lru_cache(maxsize=1024)

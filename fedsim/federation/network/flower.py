@@ -119,7 +119,7 @@ server = client = None
 '''
 
 
-class BoundedGrid(HttpGrid):
+class _BoundedGrid(HttpGrid):
     """Grid of Flower's that reads at most `most_bytes` bytes of one answer."""
 
     most_bytes = ANSWER_BYTES
@@ -264,7 +264,9 @@ def server_app(
     try:
         try:
             token = _start_run(control, runtime, config)
-            grid = BoundedGrid(link.superlink, link.roots is None, link.certificates(), token=token)
+            grid = _BoundedGrid(
+                link.superlink, link.roots is None, link.certificates(), token=token
+            )
             grid._retry_invoker, grid.most_bytes = _retry_for(patience), most_bytes
             with _beating(grid._runtime_client), _reporting(grid) as context:
                 yield grid, context

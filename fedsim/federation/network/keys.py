@@ -42,7 +42,7 @@ from fedsim.types import FedsimError
 _CLOCK_SKEW = timedelta(minutes=5)
 
 
-def make_certificates(hosts: Sequence[str], *, days: int) -> dict[str, bytes]:
+def _make_certificates(hosts: Sequence[str], *, days: int) -> dict[str, bytes]:
     """Makes ca.crt of an authority, and server.crt and server.key of a server, as PEM by name.
 
     `hosts` are the server's names and IP addresses. Both certificates end after `days`. The
@@ -72,7 +72,7 @@ def make_certificates(hosts: Sequence[str], *, days: int) -> dict[str, bytes]:
     }
 
 
-def make_node_key() -> tuple[bytes, bytes]:
+def _make_node_key() -> tuple[bytes, bytes]:
     """Makes a node's private key (ECDSA P-384) and its public key, both in OpenSSH's format."""
     key = ec.generate_private_key(ec.SECP384R1())
     line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
@@ -136,7 +136,7 @@ KEY_NAME, PEERS_NAME = "signing.key", "peers.json"
 """What `fedsim keys` calls the files."""
 
 
-def make_signing_keys(count: int) -> tuple[list[bytes], bytes]:
+def _make_signing_keys(count: int) -> tuple[list[bytes], bytes]:
     """Makes Ed25519 keys of `count` clients: (private keys, 32 bytes each; public keys as JSON)."""
     keys = [Ed25519PrivateKey.generate() for _ in range(count)]
     public = {client: key.public_key().public_bytes_raw().hex() for client, key in enumerate(keys)}
@@ -196,15 +196,15 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> l
             raise FedsimError(
                 f"--host: expected a name or an address alone, as in server.org, got {host!r}"
             )
-    made = make_certificates(hosts, days=days)
+    made = _make_certificates(hosts, days=days)
     root = {"ca.crt": made.pop("ca.crt")}
     # By this secret a SuperLink knows who may execute its tasks.
     secret = {"superexec.secret": secrets.token_bytes(32)}
     parties = {"superlink": {**made, **secret}, "gate": made}
     runner = dict(secret)
-    signing, peers = make_signing_keys(nodes)
+    signing, peers = _make_signing_keys(nodes)
     for client in range(nodes):
-        key, runner[f"node-{client}.pub"] = make_node_key()
+        key, runner[f"node-{client}.pub"] = _make_node_key()
         parties[f"node-{client}"] = {"key": key, KEY_NAME: signing[client], PEERS_NAME: peers}
     parties["runner"] = runner  # the last, so that its ca.crt says that all are there
     for party, files in parties.items():

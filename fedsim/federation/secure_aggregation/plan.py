@@ -41,7 +41,7 @@ from fedsim.types import FedsimError, Tensors, Update
 from fedsim.words import number_of
 
 LEAST_NOISE = 16.0
-"""Least standard deviation of one client's noise, in steps of `FixedPoint.step`. The sum of h such
+"""Least standard deviation of one client's noise, in steps of `_FixedPoint.step`. The sum of h such
 discretized normals is close to a discrete Gaussian. The two differ by a factor within 1 ± 10 h
 exp(-π² 16²), which no float64 tells from 1."""
 # Standard deviations of its noise that a client's number has room for.
@@ -55,7 +55,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedPoint:
+class _FixedPoint:
     """Converts real entries of one kind (an update's, or the buffers') to integers and back.
 
     Noise that rounding would lose is a `FedsimError` at construction.
@@ -121,13 +121,13 @@ class FixedPoint:
         return total.astype(np.float64) * self.step
 
 
-def to_ring(numbers: NDArray[np.int64], bits: int) -> Ring:
+def _to_ring(numbers: NDArray[np.int64], bits: int) -> Ring:
     """Maps integers `numbers` to the ring, modulo 2^`bits` (32 or 64)."""
     # NumPy's cast to unsigned integers wraps, which is the ring's arithmetic.
     return numbers.astype(np.uint32 if bits == 32 else np.uint64)
 
 
-def from_ring(ring: Ring) -> NDArray[np.int64]:
+def _from_ring(ring: Ring) -> NDArray[np.int64]:
     """Returns the integer nearest to 0 that each element of `ring` stands for, (n,) int64."""
     # Two's complement reads the upper half of the ring as the negative numbers.
     signed = np.int32 if ring.dtype == np.uint32 else np.int64
@@ -183,12 +183,12 @@ class Layout:
         `updates` has one update for each part, in order. `streams` is called with the index of a
         part, and returns the client's randomness for it.
         """
-        found = to_ring(np.zeros(len(self.sums) * self.length, np.int64), self.ring_bits)
+        found = _to_ring(np.zeros(len(self.sums) * self.length, np.int64), self.ring_bits)
         # Updates come one at a time from a generator, so that no two are in memory together.
         count = 0
         for part, update in enumerate(updates):
             at = part * self.length
-            found[at : at + self.length] = to_ring(
+            found[at : at + self.length] = _to_ring(
                 self._encode(part, update, streams(part)), self.ring_bits
             )
             count += 1
@@ -202,7 +202,7 @@ class Layout:
         weights are examples over `most_examples` (`SumTerms`), and the divisor is the number of
         clients asked. An impossible number of examples is an `AbortedError`.
         """
-        numbers = from_ring(total[part * self.length :][: self.length])
+        numbers = _from_ring(total[part * self.length :][: self.length])
         terms, count = self.sums[part], int(numbers[-1])
         # An honest client counts from 1 to `most_examples`: any other total shows a malformed
         # vector.
@@ -220,12 +220,14 @@ class Layout:
 
         The count of examples is masked, too. So nothing is divided by it, and `num_examples` is 1.
         """
-        return self._decode(part, from_ring(vector[part * self.length :][: self.length])[:-1], 1, 1)
+        return self._decode(
+            part, _from_ring(vector[part * self.length :][: self.length])[:-1], 1, 1
+        )
 
-    def fixed_point(self, part: int) -> FixedPoint:
+    def _fixed_point(self, part: int) -> _FixedPoint:
         """Returns how the entries of the update in `part` become integers."""
         terms = self.sums[part]
-        return FixedPoint(
+        return _FixedPoint(
             clients=self.clients,
             ring_bits=self.ring_bits,
             range=terms.range,
@@ -233,16 +235,16 @@ class Layout:
             norm=terms.norm,
         )
 
-    def _statistics(self, part: int) -> FixedPoint:
+    def _statistics(self, part: int) -> _FixedPoint:
         bound = self.sums[part].buffer_range
-        return FixedPoint(clients=self.clients, ring_bits=self.ring_bits, range=bound)
+        return _FixedPoint(clients=self.clients, ring_bits=self.ring_bits, range=bound)
 
     def _encode(self, part: int, update: Update, stream: rng.Stream) -> NDArray[np.int64]:
         terms = self.sums[part]
         count = min(update.num_examples, terms.most_examples)
         # At most 1, so that range and norm bound the weighted vector, too.
         share = count / terms.most_examples
-        found = [self.fixed_point(part).encode(_flat(update.tensors, self.update), share, stream)]
+        found = [self._fixed_point(part).encode(_flat(update.tensors, self.update), share, stream)]
         if self.buffers:
             statistics = _flat(update.buffers, self.buffers)
             found.append(self._statistics(part).encode(statistics, share, stream))
@@ -252,7 +254,7 @@ class Layout:
         self, part: int, numbers: NDArray[np.int64], factor: float, examples: int
     ) -> Update:
         size = sum(tensor.numel() for tensor in self.update.values())
-        tensors = self.fixed_point(part).decode(numbers[:size]) * factor
+        tensors = self._fixed_point(part).decode(numbers[:size]) * factor
         buffers = np.zeros(0)
         if self.buffers:
             buffers = self._statistics(part).decode(numbers[size:]) * factor
@@ -319,7 +321,7 @@ def check(server: Server) -> None:
             planned = layout(server, round)
             for part, agreed in enumerate(planned.sums):
                 # Its constructor refuses noise that rounding would eat.
-                planned.fixed_point(part)
+                planned._fixed_point(part)
                 if planned.buffers and not agreed.buffer_range:
                     raise FedsimError(
                         "secure_aggregation: clients release batch-norm statistics, of which "

@@ -28,7 +28,7 @@ AskMasked = Callable[[RecordDict], RecordDict]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class _OpenedSum:
     """A sum without masks; `Layout.sum_of` reads the parts of `total`."""
 
     total: Ring
@@ -69,7 +69,7 @@ class SecureSum:
 
     def run(
         self, clients: Collection[int], ask: AskMasked, on_masked: Callable[[int, Ring], None]
-    ) -> Opened | None:
+    ) -> _OpenedSum | None:
         """Carries out the sum among `clients`, once; returns None if nothing is opened.
 
         The tally then has the reason as a line. Of answers it counts the bytes without the parts
@@ -130,7 +130,7 @@ class SecureSum:
             with self._losing(client, is_lost=False):
                 self._server.agree(client, _own_entry(reply.content, client))
 
-    def _unmask(self) -> Opened:
+    def _unmask(self) -> _OpenedSum:
         agreed = self._server.agreed
         order = messages.table(self._round, agreed)
         answers: dict[int, Mapping[int, bytes]] = {}
@@ -143,7 +143,7 @@ class SecureSum:
                 last = reply
         total = self._server.reveal(answers)
         assert last is not None
-        return Opened(total=total, clients=self._server.survivors, reply=last)
+        return _OpenedSum(total=total, clients=self._server.survivors, reply=last)
 
     def _exchange(
         self,

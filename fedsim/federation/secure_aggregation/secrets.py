@@ -96,7 +96,7 @@ def public_of(secret: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
 
 
-def check_public(key: bytes) -> None:
+def _check_public(key: bytes) -> None:
     """Refuses bytes that are not the canonical encoding of an X25519 public key.
 
     X25519 ignores the highest bit and reduces modulo 2^255 - 19, so that one point has several
@@ -232,7 +232,7 @@ class Published:
         if len(content) != _LENGTH:
             raise AbortedError(f"published keys are {len(content)} bytes, expected {_LENGTH}")
         for at in (0, KEY):
-            check_public(content[at : at + KEY])
+            _check_public(content[at : at + KEY])
         return cls(
             sealing=content[:KEY],
             masking=content[KEY : 2 * KEY],
@@ -254,6 +254,6 @@ def check_keys(directory: Directory) -> None:
     """Refuses a directory in which a key is invalid, or stands twice as if one client were two."""
     keys = [key for one in directory.values() for key in (one.sealing, one.masking)]
     for key in keys:
-        check_public(key)
+        _check_public(key)
     if len(set(keys)) != len(keys):
         raise AbortedError("a key stands twice in the directory")

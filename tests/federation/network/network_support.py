@@ -35,8 +35,8 @@ from flwr.supernode.fleet_http_connection import http_request_response
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedsim.federation.network import flower
-from fedsim.federation.network.flower import BoundedGrid
-from fedsim.federation.network.keys import make_certificates, make_node_key
+from fedsim.federation.network.flower import _BoundedGrid
+from fedsim.federation.network.keys import _make_certificates, _make_node_key
 from fedsim.federation.network.link import Link
 from fedsim.federation.network.superlink import Child
 from fedsim.system.addresses import address_of, split
@@ -118,7 +118,7 @@ class Authority:
 
 def make_authority(folder: Path, hosts: list[str], *, days: int = 2) -> Authority:
     folder.mkdir(parents=True)
-    for name, content in make_certificates(hosts, days=days).items():
+    for name, content in _make_certificates(hosts, days=days).items():
         (folder / name).write_bytes(content)
     return Authority(folder)
 
@@ -127,7 +127,7 @@ def write_node_key(path: Path) -> Path:
     """Writes a node's key; returns the path of the public one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     public = path.with_name(path.name + ".pub")
-    for file, content in zip((path, public), make_node_key(), strict=True):
+    for file, content in zip((path, public), _make_node_key(), strict=True):
         file.write_bytes(content)
     return public
 
@@ -188,13 +188,13 @@ class SuperLink:
         return self.connect(FleetHttpClient, signer, *more, address=address)
 
     @contextmanager
-    def run(self) -> Iterator[BoundedGrid]:
+    def run(self) -> Iterator[_BoundedGrid]:
         """Starts a run and plays its ServerApp."""
         roots = self.authority.certificate if self.authority else None
         link = Link(superlink=self.address, roots=roots, secret=self.secret)
         config = dict.fromkeys(("version", "scenario", "stack", "run", "held"), "")
         with flower.server_app(link, config, NEVER) as (grid, _):
-            assert isinstance(grid, BoundedGrid)
+            assert isinstance(grid, _BoundedGrid)
             yield grid
 
     @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from network_support import make_authority
 
-from fedsim.federation.network.keys import make_keys, make_signing_keys, read_identity
+from fedsim.federation.network.keys import _make_signing_keys, make_keys, read_identity
 from fedsim.types import FedsimError
 
 PARTIES = {
@@ -106,7 +106,7 @@ def test_it_vouches_for_nobody_else(
 @pytest.fixture
 def signing_key(tmp_path: Path) -> Path:
     """A client's signing key, beside the `peers.json` that lists it."""
-    (secret,), public = make_signing_keys(1)
+    (secret,), public = _make_signing_keys(1)
     (tmp_path / "peers.json").write_bytes(public)
     path = tmp_path / "signing.key"
     path.write_bytes(secret)

@@ -259,7 +259,7 @@ def test_an_error_of_another_kind_is_told_by_its_name_alone(
     def fail(*_: object) -> None:
         raise KeyError("a cell of the data")
 
-    monkeypatch.setattr(client_app.FederationClient, "compute", fail)
+    monkeypatch.setattr(client_app._FederationClient, "compute", fail)
     with pytest.raises(FedsimError, match=r"^KeyError: the node's own log says more$"):
         lying.train()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedsim import rng
 from fedsim.contracts.defense import SumTerms
-from fedsim.federation.secure_aggregation.plan import FixedPoint, Layout, from_ring, to_ring
+from fedsim.federation.secure_aggregation.plan import Layout, _FixedPoint, _from_ring, _to_ring
 from fedsim.federation.secure_aggregation.terms import AbortedError
 from fedsim.types import FedsimError, Update
 
@@ -35,7 +35,7 @@ def _terms(**changes: float) -> SumTerms:
 def test_a_number_is_exact_to_a_step_and_has_room_for_all_clients(
     clients: int, bits: int, range_: float, seed: int
 ) -> None:
-    numbers = FixedPoint(clients=clients, ring_bits=bits, range=range_)
+    numbers = _FixedPoint(clients=clients, ring_bits=bits, range=range_)
     stream = np.random.default_rng(seed)
     values = np.concatenate([stream.uniform(-1.2, 1.2, 50), [1.0, -1.0]]) * range_
     found = numbers.encode(values, 1.0, rng.generator(seed, "rounding"))
@@ -44,7 +44,7 @@ def test_a_number_is_exact_to_a_step_and_has_room_for_all_clients(
         <= 1.05 * numbers.step
     )
     total = found[-2:] * clients  # all clients at the end of the range
-    assert np.array_equal(from_ring(to_ring(total, bits)), total)
+    assert np.array_equal(_from_ring(_to_ring(total, bits)), total)
 
 
 @pytest.mark.parametrize(("clients", "error"), [(5, 1e-8), (100, 1e-7)])
@@ -95,11 +95,11 @@ def test_a_sum_that_counts_more_than_its_clients_can_is_refused() -> None:
     )
     for count in (2, 25):
         with pytest.raises(AbortedError, match=f"says that it is of {count} examples"):
-            layout.sum_of(to_ring(np.array([0, count]), 32), 0, 3)
+            layout.sum_of(_to_ring(np.array([0, count]), 32), 0, 3)
 
 
 def test_rounding_is_right_on_average_and_never_the_same_way() -> None:
-    numbers = FixedPoint(clients=2, ring_bits=32, range=1.0)
+    numbers = _FixedPoint(clients=2, ring_bits=32, range=1.0)
     value = 0.3 * numbers.step
     found = numbers.encode(np.full(100_000, value), 1.0, rng.generator(5, "rounding"))
     assert set(found.tolist()) == {0, 1}
@@ -110,8 +110,8 @@ def test_rounding_is_right_on_average_and_never_the_same_way() -> None:
 def test_no_rounded_vector_is_longer_than_what_noise_is_made_for(length: int) -> None:
     """Also one that has just that length, of which about every second rounding would be longer."""
     norm = 0.7
-    numbers = FixedPoint(clients=5, ring_bits=32, range=1.0, std=0.5, norm=norm)
-    plain = FixedPoint(
+    numbers = _FixedPoint(clients=5, ring_bits=32, range=1.0, std=0.5, norm=norm)
+    plain = _FixedPoint(
         clients=5, ring_bits=32, range=1.0 + 12 * 0.5, std=0.0, norm=norm
     )  # of the same step, without noise
     assert plain.step == pytest.approx(numbers.step, rel=1e-12)
@@ -124,7 +124,7 @@ def test_no_rounded_vector_is_longer_than_what_noise_is_made_for(length: int) ->
 
 
 def test_noise_has_the_deviation_that_it_says() -> None:
-    numbers = FixedPoint(clients=5, ring_bits=32, range=1.0, std=0.25, norm=1.0)
+    numbers = _FixedPoint(clients=5, ring_bits=32, range=1.0, std=0.25, norm=1.0)
     found = numbers.encode(np.zeros(200_000), 1.0, rng.generator(6, "noise"))
     assert numbers.decode(found).std() == pytest.approx(0.25, rel=0.008)
     again = numbers.encode(np.zeros(200_000), 1.0, rng.generator(7, "noise"))
@@ -133,12 +133,12 @@ def test_noise_has_the_deviation_that_it_says() -> None:
 
 def test_noise_that_rounding_would_eat_is_refused() -> None:
     with pytest.raises(FedsimError, match="noise_multiplier: a client's noise of"):
-        FixedPoint(clients=5, ring_bits=32, range=1.0, std=1e-9, norm=1.0)
+        _FixedPoint(clients=5, ring_bits=32, range=1.0, std=1e-9, norm=1.0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_cannot_be_added(value: float) -> None:
-    numbers = FixedPoint(clients=5, ring_bits=32, range=1.0)
+    numbers = _FixedPoint(clients=5, ring_bits=32, range=1.0)
     with pytest.raises(FedsimError, match="NaN or infinity"):
         numbers.encode(np.array([0.0, value]), 1.0, rng.generator(1, "rounding"))
 

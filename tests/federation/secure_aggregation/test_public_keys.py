@@ -43,7 +43,7 @@ def test_a_key_of_no_client_is_refused(number: int, at: int) -> None:
         Published.from_bytes(content)
     for length in (31, 33, 0):
         with pytest.raises(AbortedError, match="a public key is none"):
-            secrets.check_public(good[:length] + bytes(max(0, length - 32)))
+            secrets._check_public(good[:length] + bytes(max(0, length - 32)))
 
 
 def test_low_order_points_are_those_that_make_every_secret_the_same() -> None:
