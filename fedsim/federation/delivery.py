@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
 from fedsim.federation import wire
 from fedsim.training.server import Census
@@ -95,34 +94,31 @@ def exchange(
 
 def _roll_call(
     grid: Grid,
-    count: int,
+    clients: int,
     content: RecordDict,
     action: str,
     patience: float,
     on_wait: OnWait | None = None,
-) -> Iterator[tuple[int, RecordDict]]:
-    """Asks all nodes once `count` are connected; yields (node id, content of the node's answer).
-
-    Each is sent `content` as a query of `action`. Nodes have to connect within `patience` seconds,
-    and `on_wait` is called with their number meanwhile; answers may take 600 s, since nodes load
-    their data first. A node that refuses, or a lack of nodes or answers, is a `FedsimError`.
-    """
+) -> Iterator[tuple[int, int, RecordDict]]:
+    """Asks one node of each of `clients` clients; yields (client, node id, answer), or refuses."""
     begun = time.monotonic()
     answered: set[int] = set()
+    named: set[int] = set()
     told = -1
     while True:
         there = set(grid.get_node_ids())
         asked = sorted(there - answered)
-        if not asked and len(answered) >= count:
-            return
+        if not asked and len(answered) >= clients:
+            break
         waited = time.monotonic() - begun
-        if waited > (patience if len(there) < count else START_SECONDS):
+        # Nodes load their data before they answer, which may take longer than to connect.
+        if waited > (patience if len(there) < clients else START_SECONDS):
             raise FedsimError(
-                f"{number_of(len(there), 'node')} of {count} came in {waited:.0f} s, and "
+                f"{number_of(len(there), 'node')} of {clients} came in {waited:.0f} s, and "
                 f"{len(answered)} answered; start one node per client, each with a key that the "
                 "SuperLink knows: one that was started anew without its database knows none"
             )
-        if len(there) < count:
+        if len(there) < clients:
             if on_wait and len(there) != told:
                 told = len(there)
                 on_wait(told)
@@ -135,10 +131,18 @@ def _roll_call(
             if reply.has_error():
                 said = printable(str(reply.error.reason)[:_REASON])
                 raise FedsimError(f"a node refuses: {said}")
-            answered.add(asked[position])
             # Only an answer takes a node off the list: one that went away is asked again once it is
             # back.
-            yield asked[position], reply.content
+            answered.add(asked[position])
+            client = wire.read_client(reply.content)
+            if client in named:
+                raise FedsimError(
+                    f"two nodes say that they are client {client}; give each its own id"
+                )
+            named.add(client)
+            yield client, asked[position], reply.content
+    if missing := set(range(clients)) - named:
+        raise FedsimError(f"no node is client {min(missing)}; number the nodes 0 to {clients - 1}")
 
 
 class Nodes:
@@ -156,19 +160,8 @@ class Nodes:
         """Waits for one node of each client, or refuses; tells all that `done` rounds are done."""
         greeting = wire.greeting(done)
         calls = _roll_call(self._grid, self._count, greeting, wire.IDENTIFY, self._patience)
-        for node, content in calls:
-            client = wire.read_client(content)
-            if client in self._of:
-                raise FedsimError(
-                    f"two nodes say that they are client {client}; give each its own id"
-                )
-            self._of[client] = node
+        self._of = {client: node for client, node, _ in calls}
         self._known = set(self._of.values())
-        missing = set(range(self._count)) - set(self._of)
-        if missing:
-            raise FedsimError(
-                f"no node is client {min(missing)}; number the nodes 0 to {self._count - 1}"
-            )
 
     def refresh(self, done: int) -> list[str]:
         """Admits nodes that have connected since the last call, and tells them the rounds `done`.
@@ -218,44 +211,6 @@ class Nodes:
             yield nodes[position], reply
 
 
-class WrappedGrid(Grid):
-    """Passes every call on to the grid that it wraps; a subclass looks at some of them."""
-
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-
-    def set_run(self, run: Run) -> None:
-        """Passes the call on, see `flwr.server.Grid`."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """Run of the wrapped grid, see `flwr.server.Grid`."""
-        return self._grid.run
-
-    def create_message(self, *arguments: Any, **named: Any) -> Message:
-        """Passes the call on, see `flwr.server.Grid`."""
-        return self._grid.create_message(*arguments, **named)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Passes the call on, see `flwr.server.Grid`."""
-        return self._grid.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Passes the call on, see `flwr.server.Grid`."""
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Passes the call on, see `flwr.server.Grid`."""
-        return self._grid.pull_messages(message_ids)
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Passes the call on, see `flwr.server.Grid`."""
-        return self._grid.send_and_receive(messages, timeout=timeout)
-
-
 def answer_census(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -> RecordDict:
     """Returns the content of a node's answer: its examples, and why nothing can be claimed."""
     said = json.dumps({unit: list(reasons) for unit, reasons in statistics.items()})
@@ -274,24 +229,18 @@ def take_census(grid: Grid, clients: int, patience: float, on_wait: OnWait | Non
     """
     held: dict[int, int] = {}
     statistics: dict[Unit, list[str]] = {unit: [] for unit in get_args(Unit)}
-    for _, content in _roll_call(grid, clients, RecordDict(), CENSUS, patience, on_wait):
-        client, count, reasons = _read_census(content)
-        if client in held:
-            raise FedsimError(f"two nodes say that they are client {client}; give each its own")
-        held[client] = count
+    for client, _, content in _roll_call(grid, clients, RecordDict(), CENSUS, patience, on_wait):
+        held[client], reasons = _read_census(content)
         for unit, own in statistics.items():
             # Clients of one scenario give equal reasons, and one is enough.
             own += [reason for reason in reasons.get(unit, []) if reason not in own]
-    missing = sorted(set(range(clients)) - set(held))
-    if missing:
-        raise FedsimError(f"no node is client {missing[0]}; number them 0 to {clients - 1}")
     return Census(
         held=[held[client] for client in range(clients)],
         private_statistics={unit: tuple(own) for unit, own in statistics.items()},
     )
 
 
-def _read_census(content: RecordDict) -> tuple[int, int, Mapping[str, list[str]]]:
+def _read_census(content: RecordDict) -> tuple[int, Mapping[str, list[str]]]:
     config = content.get(wire.CONFIG)
     # Version 1 did not say which it was.
     if isinstance(config, ConfigRecord) and config.get(_VERSION, "1") != wire.VERSION:
@@ -316,4 +265,4 @@ def _read_census(content: RecordDict) -> tuple[int, int, Mapping[str, list[str]]
         RecursionError,
     ) as error:
         raise FedsimError("a node answers a census with something else") from error
-    return wire.read_client(content), held, reasons
+    return held, reasons

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fedsim.federation.network.link import Link
     from fedsim.federation.server_app import OnRound
     from fedsim.scenario import Scenario
-    from fedsim.training.server import Census, Server
+    from fedsim.training.server import Server
 
 _SECRET_BYTES = 32
 # What Flower writes beside each tensor, or a secure sum of each client, and beside all of them.
@@ -46,7 +46,9 @@ class Deployment(FlowerEngine):
         self, scenario: Scenario, out: Path, link: Link | None, on_wait: OnWait | None
     ) -> Deployed:
         """Asks the nodes what they hold, see `FlowerEngine`; a resumed run keeps its secret."""
+        from fedsim.federation.delivery import take_census
         from fedsim.federation.deployed import Deployed
+        from fedsim.federation.network import flower
         from fedsim.federation.network import link as links
 
         if link is None:
@@ -59,7 +61,9 @@ class Deployment(FlowerEngine):
                 f"{link.superlink} is {'plaintext' if link.roots is None else 'encrypted'}: say "
                 "what the wire is that an eavesdropper listens on"
             )
-        census = take_census(scenario, link, on_wait)
+        patience, settings = scenario.federation.timeout, _settings(scenario.model_dump_json())
+        with flower.server_app(link, settings, patience) as (grid, _):
+            census = take_census(grid, scenario.data.clients, patience, on_wait)
         path = out / "server.secret"
         # All noise then follows from the seed, as on the other engines.
         if link.shared_seed:
@@ -76,22 +80,16 @@ class Deployment(FlowerEngine):
         from fedsim.federation.delivery import Delivery
         from fedsim.federation.deployed import NO_LINK, run_name
         from fedsim.federation.network import flower
-        from fedsim.federation.wire import VERSION
 
         if link is None:
             raise FedsimError(NO_LINK)
         out = Path(job.out)
         name = run_name(out)
-        settings = {
-            "version": VERSION,
-            "scenario": job.scenario,
-            "stack": job.stack,
-            "run": name,
-            "held": str(list(server.census.held)),
-        }
+        held = str(list(server.census.held))
+        settings = _settings(job.scenario, stack=job.stack, run=name, held=held)
         delivery = Delivery(own_machines=True, run="" if link.shared_seed else name)
         app = server_app.build(server, out, on_round, delivery)
-        patience, most = server.scenario.federation.timeout, most_bytes(server)
+        patience, most = server.scenario.federation.timeout, _most_bytes(server)
         with flower.server_app(link, settings, patience, most) as (grid, context):
             app(grid, context)
 
@@ -123,7 +121,7 @@ class Deployment(FlowerEngine):
         return copied
 
 
-def most_bytes(server: Server) -> int:
+def _most_bytes(server: Server) -> int:
     """Returns the largest size in bytes that the server accepts of a client's answer."""
     from fedsim.federation.secure_aggregation import plan
 
@@ -141,18 +139,12 @@ def most_bytes(server: Server) -> int:
     return 2 * asked + parts * _PART_BYTES + _AROUND_BYTES
 
 
-def take_census(scenario: Scenario, link: Link, on_wait: OnWait | None = None) -> Census:
-    """Asks the nodes behind `link` how many examples each holds, and whether they would answer."""
-    from fedsim.federation import delivery
-    from fedsim.federation.network import flower
+def _settings(scenario: str, **of_stack: str) -> dict[str, str]:
+    """Returns a run's settings; those of its stack are empty where nodes are only counted."""
     from fedsim.federation.wire import VERSION
 
-    written = scenario.model_dump_json()
-    settings = {"version": VERSION, "scenario": written, "stack": "", "run": "", "held": ""}
-    with flower.server_app(link, settings, scenario.federation.timeout) as (grid, _):
-        return delivery.take_census(
-            grid, scenario.data.clients, scenario.federation.timeout, on_wait
-        )
+    nothing = dict.fromkeys(("stack", "run", "held"), "")
+    return {"version": VERSION, "scenario": scenario, **nothing, **of_stack}
 
 
 def _find_owned(out: Path, homes: Sequence[Path]) -> dict[int, Path]:

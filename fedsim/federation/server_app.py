@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context
@@ -129,7 +130,9 @@ class _StackTraining:
         name = type(self._strategy).__name__
         with _numpy_stream(self._words(round)):
             try:
-                messages = self._strategy.configure_train(round, arrays, ConfigRecord(), self._tap)
+                # All that a strategy asks of its grid is which nodes there are.
+                grid = cast(Grid, self._tap)
+                messages = self._strategy.configure_train(round, arrays, ConfigRecord(), grid)
             except PrivacyBudgetExhausted:
                 self._say_spent()
                 return None

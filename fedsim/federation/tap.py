@@ -1,4 +1,4 @@
-"""The tap: a Grid around any engine's grid that records what the server sees.
+"""The tap: stands between a strategy and any engine's grid, and records what the server sees.
 
 It sits below the strategy, where messages are still what crossed the wire: a Flower strategy may
 clip or noise what it receives, and none of that is what an attacker on the server is held to. So it
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedsim.contracts.defense import NoisyAggregation, shapes
 from fedsim.federation import wire
-from fedsim.federation.delivery import Delivery, WrappedGrid, exchange
+from fedsim.federation.delivery import Delivery, exchange
 from fedsim.federation.noise_use import notes, release_key, use_once
 from fedsim.federation.screening import Tally, judge
 from fedsim.federation.secure_aggregation import messages, plan
@@ -40,15 +40,17 @@ from fedsim.words import number_of
 _Ordered = tuple[Message, int, Probe | None]
 
 
-class TapGrid(WrappedGrid):
-    """Wraps a grid of one stack, and records what the server sees between `begin` and `end`."""
+class TapGrid:
+    """Wraps a grid of one stack, and records what the server sees between `begin` and `end`.
+
+    A strategy is handed it as a `Grid`, and asks it for nothing but node ids.
+    """
 
     def __init__(
         self, grid: Grid, server: Server, nodes: Mapping[int, int], out: Path, delivery: Delivery
     ) -> None:
         """Wraps the `grid` of any engine; `nodes`, by client, are looked up when a round begins."""
-        super().__init__(grid)
-        self._server = server
+        self._grid, self._server = grid, server
         self._nodes = nodes
         self._clients: dict[int, int] = {}
         self._out = out

@@ -28,9 +28,9 @@ from typing import Any, TypeVar, cast
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
+from flwr.supercore.run import Run
 
 from fedsim.federation import wire
-from fedsim.federation.delivery import WrappedGrid
 from fedsim.recording import behind
 from fedsim.recording.exchanges import (
     LONGEST,
@@ -355,9 +355,9 @@ class _Tape:
             _log.warning("fedsim.tap: an exchange is not recorded: %s", error)
 
 
-class _TappedGrid(WrappedGrid):
+class _TappedGrid(Grid):
     def __init__(self, grid: Grid, recorder_of: _Recorders) -> None:
-        super().__init__(grid)
+        self._grid = grid
         self._recorder_of = recorder_of
         self._tapes: dict[int, _Tape] = {}
         self._pending: dict[str, _Sent] = {}
@@ -370,6 +370,21 @@ class _TappedGrid(WrappedGrid):
         if "_grid" not in self.__dict__:  # in a copy that is being made
             raise AttributeError(name)
         return getattr(self._grid, name)
+
+    # `Grid` defines these itself, so that `__getattr__` is not asked for them.
+
+    @property
+    def run(self) -> Run:
+        return self._grid.run
+
+    def set_run(self, run: Run) -> None:
+        self._grid.set_run(run)
+
+    def create_message(self, *arguments: Any, **named: Any) -> Message:
+        return self._grid.create_message(*arguments, **named)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self._grid.get_node_ids()
 
     def get_nodes(self) -> Any:
         return self._grid.get_nodes()

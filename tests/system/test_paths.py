@@ -29,7 +29,6 @@ ALLOWED = {
     "fedsim/federation/spool.py": "files that the process has written in a folder of its own",
     "fedsim/federation/network/up.py": "a key that it has just made",
     "fedsim/federation/network/superlink.py": "a log of its own",
-    "fedsim/federation/network/log.py": "the older part of a log of its own",
 }
 """Files that read what no user names, and what that is."""
 

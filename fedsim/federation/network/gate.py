@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 import socket
 import ssl
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -27,13 +27,12 @@ from datetime import datetime
 from email.utils import formatdate
 from functools import partial
 from ipaddress import IPv6Network
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TextIO
 
 import h11
 
 from fedsim.federation.network.admission import BODY_LIMIT, Refusal, Signatures
-from fedsim.federation.network.log import Log
 from fedsim.federation.network.passage import CHUNK_BYTES, Passage, Side, SuperLink
 from fedsim.system import addresses
 
@@ -41,6 +40,8 @@ from fedsim.system import addresses
 _CONNECTIONS = 1024
 # A node, or the strangers of one address, may have one in so many of the connections.
 _PARTY_SHARE = 8
+# Size at which a log begins anew; the full one stays beside it until the next time.
+_LOG_BYTES = 8 * 2**20
 # Most lines of the log for one caller, and for all strangers, within so many seconds.
 _CALLER_LINES, _STRANGERS_LINES, _LINES_SECONDS = 200, 2000, 3600
 
@@ -63,7 +64,7 @@ class _GateSettings:
 
 
 class _Server:
-    def __init__(self, settings: _GateSettings, since: float, log: Log | TextIO) -> None:
+    def __init__(self, settings: _GateSettings, since: float, log: logging.Handler) -> None:
         self._settings, self._log = settings, log
         self._signatures = Signatures(since)
         inside, self._outside = _contexts(settings)
@@ -184,11 +185,14 @@ class _Server:
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
         # Escaped, so that a client cannot forge lines of the log.
         what = f"{refusal.status} {ascii(str(refusal))[1:-1]}: {request or '-'}"
-        with suppress(OSError):  # a full disk behind the log does not close the gate
-            if dropped := self._lines.begin():
-                self._log.write(f"{now} - {dropped} refusals before this have no line\n")
-            if self._lines.allow(caller):
-                self._log.write(f"{now} {caller.who} {what}\n")
+        if dropped := self._lines.begin():
+            self._write(f"{now} - {dropped} refusals before this have no line")
+        if self._lines.allow(caller):
+            self._write(f"{now} {caller.who} {what}")
+
+    def _write(self, line: str) -> None:
+        # A handler raises nothing: a full disk behind the log does not close the gate.
+        self._log.handle(logging.makeLogRecord({"msg": line}))
 
 
 @dataclass(eq=False)
@@ -245,7 +249,7 @@ def _contexts(settings: _GateSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 async def _until_terminated(
-    server: socket.socket, since: float, settings: _GateSettings, log: Log | TextIO
+    server: socket.socket, since: float, settings: _GateSettings, log: logging.Handler
 ) -> None:
     task = asyncio.current_task()
     assert task is not None
@@ -274,12 +278,14 @@ def main() -> None:
         _contexts(settings)
         addresses.split(settings.superlink)
         server, since = addresses.listener(listen), time.time()
-        stream = Log(log) if log else sys.stderr
+        # Two files bound the whole: what was older still is lost.
+        file = log and RotatingFileHandler(log, maxBytes=_LOG_BYTES, backupCount=1)
     except (OSError, ValueError) as error:
         parser.error(f"{error}; check address, certificate, key, roots and log")
+    logging.raiseExceptions = False  # where the log has no room, standard error may have none
     print(f"gate at {addresses.address_of(server)}", flush=True)
     with server, suppress(asyncio.CancelledError):
-        asyncio.run(_until_terminated(server, since, settings, stream))
+        asyncio.run(_until_terminated(server, since, settings, file or logging.StreamHandler()))
 
 
 if __name__ == "__main__":

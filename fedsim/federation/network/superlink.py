@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from fedsim.federation.network.log import begin_anew
 from fedsim.types import FedsimError
 
 # Constant of Linux's <sys/prctl.h>.
@@ -26,6 +26,8 @@ _START_SECONDS = 60.0
 _STOP_SECONDS = 8.0
 _POLL_SECONDS = 0.05
 _TAIL = 800
+# Size at which a log begins anew, and of its first lines, which say who the program is.
+_LOG_BYTES, _FIRST_BYTES = 8 * 2**20, 8 * 2**10
 
 
 def free_port() -> int:
@@ -83,8 +85,19 @@ class Child:
         return self.words()[-_TAIL:].strip() or "nothing"
 
     def bound_log(self) -> None:
-        """Empties the file of the program's output if it is full, see `log.begin_anew`."""
-        begin_anew(self._log)
+        """Empties the file of the program's output, but for its first lines, if it is full.
+
+        The full one is copied to a file beside it, whose name ends in .1. Lines that the program
+        writes meanwhile are lost.
+        """
+        with suppress(OSError):  # a full disk: it is tried again
+            if self._log.stat().st_size > _LOG_BYTES:
+                with self._log.open("rb") as file:
+                    first = file.read(_FIRST_BYTES)
+                shutil.copyfile(self._log, f"{self._log}.1")
+                # In place, since the program holds the file open and appends to its end; cut after
+                # a whole line.
+                os.truncate(self._log, first.rfind(b"\n") + 1)
         self._begin = min(self._begin, self._log.stat().st_size)
 
     def await_port(self, port: int) -> None:

@@ -134,7 +134,7 @@ def write_node_key(path: Path) -> Path:
 
 @contextmanager
 def gate(
-    authority: Authority, superlink: str, log: Path, **changes: object
+    authority: Authority, superlink: str, log: Path, /, **changes: object
 ) -> Iterator[tuple[str, Child]]:
     """The address of a gate that logs to `log`, and its process; `changes` are of its options."""
     options = {

@@ -66,7 +66,7 @@ def test_a_census_that_is_none_ends_the_run(
 ) -> None:
     lie(monkeypatch, tmp_path, **said)
     with pytest.raises(FedsimError, match="answers a census with something else"):
-        deployment.take_census(scenario(), LINK)
+        deployment.Deployment().clients_of(scenario(), tmp_path, LINK, None)
 
 
 def test_no_two_stacks_have_the_noise_of_a_server_in_common() -> None:
@@ -83,7 +83,8 @@ def test_reasons_of_a_node_are_cut_and_made_printable(
 ) -> None:
     reasons = ["\x1b[2J" + "x" * 10_000] * 2 + [str(number) for number in range(100)]
     lie(monkeypatch, tmp_path, statistics=json.dumps({"client": reasons}))
-    kept = deployment.take_census(scenario(), LINK).private_statistics["client"]
+    found = deployment.Deployment().clients_of(scenario(), tmp_path, LINK, None)
+    kept = found.census.private_statistics["client"]
     assert len(kept) <= 20 and all(len(reason) <= 500 for reason in kept)
     assert all(reason.isprintable() for reason in kept)
 
@@ -116,4 +117,4 @@ def test_an_answer_may_have_what_is_asked_for(secure: bool) -> None:
     model = sum(tensor.nbytes for tensor in parameters.values())
     layout = plan.layout(workload, TINY["training"]["rounds"]) if secure else None
     asked = len(layout.sums) * layout.length * 4 if layout else model
-    assert asked < deployment.most_bytes(workload) < 2 * asked + 2 * 2**20
+    assert asked < deployment._most_bytes(workload) < 2 * asked + 2 * 2**20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import socket
 import ssl
 import sys
@@ -29,8 +30,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from network_support import NEVER, Authority, free_port, gate, make_authority, until
 
 from fedsim.federation.network import gate as gate_module
-from fedsim.federation.network import link, passage
-from fedsim.federation.network import log as log_module
+from fedsim.federation.network import link, passage, superlink
 from fedsim.federation.network.superlink import Child
 from fedsim.types import FedsimError
 
@@ -92,7 +92,7 @@ def inside(authority: Authority) -> Iterator[str]:
     server.server_close()
 
 
-def served(authority: Authority, superlink: str, log: Any) -> gate_module._Server:
+def served(authority: Authority, superlink: str, log: io.StringIO) -> gate_module._Server:
     """The gate in this process."""
     settings = gate_module._GateSettings(
         superlink=superlink,
@@ -102,7 +102,7 @@ def served(authority: Authority, superlink: str, log: Any) -> gate_module._Serve
         body_limit=10**6,
         connections=16,
     )
-    return gate_module._Server(settings, 0, log)
+    return gate_module._Server(settings, 0, logging.StreamHandler(log))
 
 
 @pytest.fixture(scope="module")
@@ -256,25 +256,11 @@ def test_a_line_of_the_log_cannot_be_forged(authority: Authority, address: str, 
     assert "\x1b" not in log.read_text()
 
 
-def test_a_log_never_outgrows_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "LOG_BYTES", 100)
-    path = tmp_path / "gate.log"
-    for _ in range(3):  # as of a gate that is started again
-        log = log_module.Log(path)
-        for number in range(50):
-            log.write(f"{number:>29}\n")
-        log.close()
-    older = log_module.older(path)
-    assert [file.name for file in sorted(tmp_path.iterdir())] == ["gate.log", "gate.log.1"]
-    assert path.stat().st_size <= 100 and older.stat().st_size <= 100
-    kept = (older.read_text() + path.read_text()).split()
-    assert kept[-3:] == ["47", "48", "49"]
-
-
 def test_the_log_of_a_program_begins_anew_while_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_module, "LOG_BYTES", 50_000)
+    monkeypatch.setattr(superlink, "_LOG_BYTES", 50_000)
+    monkeypatch.setattr(superlink, "_FIRST_BYTES", 50)
     path = tmp_path / "node.log"
     talk = "print('SuperNode ID: 7')\nwhile True: print('word' * 100, flush=True)"
     child = Child([sys.executable, "-c", talk], path)
@@ -285,14 +271,14 @@ def test_the_log_of_a_program_begins_anew_while_it_writes(
             until(lambda: "word" in child.words(), "words in the new one")
     finally:
         child.stop()
-    for text in (path.read_text(), log_module.older(path).read_text()):
+    for text in (path.read_text(), path.with_name("node.log.1").read_text()):
         assert text.startswith("SuperNode ID: 7\n") and "word" in text
         assert "\0" not in text
 
 
 def test_a_full_disk_does_not_close_the_gate(authority: Authority, inside: str) -> None:
-    class Full:
-        def write(self, text: str) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
             raise OSError(28, "No space left on device")
 
     served(authority, inside, Full())._log_refusal(
