@@ -254,7 +254,9 @@ def _fill(
     if not any(privacy.values()):
         app.plan.notes.append(_NO_PRIVACY)
     record.write_lines(folder / "rounds.jsonl", _round_rows(tape.exchanges, stack))
-    guesser, guess_is_public = guesser_of(tape.said, tape.picked, app.examples, app.plan.notes)
+    guesser, guess_is_public = guesser_of(tape.said, tape.picked, app.examples)
+    if not guess_is_public:
+        app.plan.notes.append(_NO_OTHERS)
     context = _AssessmentContext(
         name=app.title,
         model=type(app.model).__name__,
@@ -284,6 +286,10 @@ _BASIS = (
     "recording: made by fedsim.tap of an app that is not fedsim's; truth is what fedsim.witness "
     "saw the model being called with",
     "accuracy: not measured, since a recording does not tell it",
+)
+_NO_OTHERS = (
+    "guess: learned from the victims' own images, as no other client was witnessed; gains over it "
+    "are understated; run the app with more clients than are attacked"
 )
 _NO_PRIVACY = (
     "ε: not accounted, since no mod or wrapper for privacy was found; what is inside the app's own "

@@ -22,6 +22,8 @@ from fedsim.scenario.model import PluginRef
 from fedsim.types import Effect, FedsimError, LocalTraining, Mode, Observation, StepRule
 from fedsim.words import number_of
 
+TappedAnswer = Literal["weights", "delta", "gradient"]
+"""Kinds of client answer: weights after training, these less the server's (delta), a gradient."""
 # Distance that pixels may lie outside of [0, 1] once the normalization is undone.
 _ROUNDING = 0.02
 
@@ -44,9 +46,13 @@ def pick(
 ) -> list[Picked]:
     """Returns the exchanges that are attacked, sorted by round and the client's number.
 
-    `said` has, by message id, what a witness saw. `rounds` may be "last" for the last one with
-    truth; others without truth are passed over. Of each round the first `clients` by number are
-    attacked. A FedsimError says where there are none, or a witness left out images of one.
+    A `FedsimError` says where there are none, or a witness left out images of one.
+
+    Args:
+        exchanges: All exchanges of the run.
+        said: What a witness saw, by message id; exchanges without it are passed over.
+        rounds: Rounds that are attacked; "last" for the last one with truth.
+        clients: Maximum number of clients in each round, the first by number.
     """
     known = [each for each in exchanges if each.message_id in said]
     if not known:
@@ -124,23 +130,17 @@ class Examples:
 
 
 def guesser_of(
-    said: Mapping[str, Testimony], picked: Sequence[Picked], examples: Examples, notes: list[str]
+    said: Mapping[str, Testimony], picked: Sequence[Picked], examples: Examples
 ) -> tuple[scoring.Guesser, bool]:
-    """Learns the zero-information guess from clients that are not `picked`, if there are any.
+    """Learns the zero-information guess from clients that are not `picked`; returns if it could.
 
-    Else it is learned from the victims' own images, and `notes` get a caution. Also returns whether
-    there are others.
+    Without any others it is learned from the victims' own images.
     """
     victims = {each.exchange.node_id for each in picked}
     # One testimony per client, so that its images do not count once for each round.
     others = {t.said.node_id: t for t in said.values() if t.said.node_id not in victims}
     pool = list(others.values()) or [each.testimony for each in picked]
     images, labels = zip(*(examples.read(each) for each in pool), strict=True)
-    if not others:
-        notes.append(
-            "guess: learned from the victims' own images, as no other client was witnessed; gains "
-            "over it are understated; run the app with more clients than are attacked"
-        )
     # The guess is learned from 8-bit levels, as data sets hold them.
     levels = (torch.cat(images) * 255).round().to(torch.uint8)
     return scoring.Guesser(levels, torch.cat(labels)), bool(others)
@@ -155,49 +155,44 @@ _UNKNOWN_SETTINGS = ("amsgrad", "maximize", "dampening")
 _UNDEFENDED = "none"
 
 
+@dataclass(kw_only=True)
 class AppTraining:
-    """Local training and defenses of the app's clients, declared or found.
+    """Local training and defenses of the app's clients, declared or found."""
 
-    `local` declares their training by the keys batch_size and lr, and perhaps epochs and momentum;
-    None: it is read off what was witnessed. `mode` is that of the model. `defenses` have name and
-    parameters, as in a scenario; `stack` names them in the report, and `notes` gathers its lines.
-    """
+    answer: TappedAnswer
+    local: Mapping[str, float] | None
+    """Values of batch_size and lr, and perhaps epochs and momentum; None: as was witnessed."""
+    mode: Mode
+    """Mode of the model."""
+    defenses: Sequence[Mapping[str, object]]
+    """Name and parameters of each defense, as in a scenario."""
+    notes: list[str]
+    """Lines of the report, to which more are added."""
+    stack: str = "declared"
+    """Name of the defenses in the report."""
 
-    def __init__(
-        self,
-        *,
-        answer: TappedAnswer,
-        local: Mapping[str, float] | None,
-        mode: Mode,
-        defenses: Sequence[Mapping[str, object]],
-        notes: list[str],
-        stack: str = "declared",
-    ) -> None:
-        self._answer = answer
-        self._local = None if local is None else dict(local)
-        self._mode = mode
+    def __post_init__(self) -> None:
+        """Refuses defenses that are none."""
         self._refs = [
             PluginRef(name=str(each.get("name")), parameters=_resolve_parameters(each))
-            for each in defenses
+            for each in self.defenses
         ]
         self._stack = build_stack(self._refs)
-        self._name = stack
-        self.notes = notes
 
     def training(self, each: Picked) -> LocalTraining:
         """Returns the local training of one attacked client, as attacks are told it, or refuses."""
         said = each.testimony.said
-        if self._answer == "gradient":
+        if self.answer == "gradient":
             return LocalTraining(
-                algorithm="fedsgd", steps=1, batch_size=said.images, lr=1.0, mode=self._mode
+                algorithm="fedsgd", steps=1, batch_size=said.images, lr=1.0, mode=self.mode
             )
-        if self._local is None:
+        if self.local is None:
             return self._read_witnessed(each)
-        unknown = set(self._local) - {"batch_size", "epochs", "lr", "momentum"}
-        if unknown or not {"batch_size", "lr"} <= set(self._local):
+        unknown = set(self.local) - {"batch_size", "epochs", "lr", "momentum"}
+        if unknown or not {"batch_size", "lr"} <= set(self.local):
             raise FedsimError(
                 "local: expected batch_size and lr, and maybe epochs and momentum, got "
-                f"{', '.join(sorted(self._local)) or 'nothing'}"
+                f"{', '.join(sorted(self.local)) or 'nothing'}"
             )
         examples = each.exchange.number(EXAMPLES)
         # A client may state anything, also what no tensor could hold.
@@ -206,8 +201,8 @@ class AppTraining:
                 f"{each.exchange.path}: the client does not say {EXAMPLES!r}, from which its steps "
                 "follow; leave local out, so that it is read from the witness"
             )
-        per_epoch = math.ceil(int(examples) / int(self._local["batch_size"]))
-        steps = int(self._local.get("epochs", 1)) * per_epoch
+        per_epoch = math.ceil(int(examples) / int(self.local["batch_size"]))
+        steps = int(self.local.get("epochs", 1)) * per_epoch
         if steps != said.steps:
             self.notes.append(
                 f"local: {number_of(steps, 'step')} follow from what was declared, and "
@@ -217,9 +212,9 @@ class AppTraining:
             examples=int(examples),
             steps=steps,
             per_epoch=per_epoch,
-            lr=float(self._local["lr"]),
-            momentum=float(self._local.get("momentum", 0.0)),
-            mode=self._mode,
+            lr=float(self.local["lr"]),
+            momentum=float(self.local.get("momentum", 0.0)),
+            mode=self.mode,
         )
 
     def _read_witnessed(self, each: Picked) -> LocalTraining:
@@ -255,7 +250,7 @@ class AppTraining:
             per_epoch=max(1, round(said.steps / epochs)),
             lr=lr,
             momentum=said.settings.get("momentum", 0.0),
-            mode=self._mode,
+            mode=self.mode,
             rule=rule,
         )
 
@@ -304,7 +299,7 @@ class AppTraining:
         if not self._refs:
             return _UNDEFENDED, (), Effect()
         told = announce_defenses(self._stack, self._refs, training, None)
-        return self._name, told, self._stack.effect(training)
+        return self.stack, told, self._stack.effect(training)
 
 
 def _resolve_parameters(each: Mapping[str, object]) -> dict[str, Any]:
@@ -313,8 +308,6 @@ def _resolve_parameters(each: Mapping[str, object]) -> dict[str, Any]:
     return plugin.model_validate(given).model_dump(mode="json")
 
 
-TappedAnswer = Literal["weights", "delta", "gradient"]
-"""Kinds of client answer: weights after training, these less the server's (delta), a gradient."""
 EXAMPLES = "num-examples"
 """Name of the metric by which Flower's clients state the number of examples of an answer."""
 
@@ -375,9 +368,15 @@ def observe_exchange(
     answer: TappedAnswer,
     prefix: str,
 ) -> Observation:
-    """Returns the observation of one exchange of an undefended client with this `model`.
+    """Returns what a server saw in one exchange, as attacks read it, of an undefended client.
 
-    `victim` is the same model, taken apart; `prefix` stands before the app's names in its own.
+    Args:
+        exchange: What was sent and answered.
+        victim: The app's model, taken apart.
+        model: The same model, whose frozen parameters are left out of the update.
+        training: The client's local training.
+        answer: What clients send.
+        prefix: Text before the names that the app sends in the model's own.
     """
     before = _own_names(exchange.read_broadcast(), model, prefix)
     after = _own_names(exchange.read_reply(), model, prefix)

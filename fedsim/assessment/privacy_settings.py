@@ -130,8 +130,11 @@ def read_privacy(
 ) -> PrivacySettings:
     """Returns the privacy settings of a recorded app with at least one exchange.
 
-    `mods` has, by message id, those of the client that answered, outermost first; None if unknown.
-    `strategies` are the server's, likewise, and `left_out` the lines of a tap that left some out.
+    Args:
+        exchanges: All exchanges of the run.
+        mods: Mods of the client that answered, by message id, outermost first; None if unknown.
+        strategies: The server's strategy and those that it wraps; None if unknown.
+        left_out: Lines of the tap on what it left out.
     """
     found = _read_defenses(exchanges, mods)
     doubts = [line for line in left_out if line.startswith((TWICE, CHANGED, NO_ROOM))]

@@ -64,9 +64,13 @@ class Checkpoints:
     def __init__(
         self, out: Path, scenario: Scenario, stack: str, held: Sequence[int] | None = None
     ) -> None:
-        """Looks below `out` for the checkpoint of `stack`, a key of `scenario.defenses`.
+        """Names the checkpoint of one stack, and reads nothing yet.
 
-        `held` is the number of examples of each client; None leaves out the check of the data.
+        Args:
+            out: The run's folder.
+            scenario: The scenario; a checkpoint of another is refused.
+            stack: Name of the stack, a key of `scenario.defenses`.
+            held: Number of examples of each client; None leaves out the check of the data.
         """
         self._out = out
         self._held = None if held is None else list(held)

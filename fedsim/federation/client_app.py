@@ -80,10 +80,14 @@ def build(
     sum_identity: SumIdentity | None = None,
     on_release: Callable[[], None] | None = None,
 ) -> ClientApp:
-    """Builds the ClientApp of `job`; without a `workload` this process builds its own.
+    """Builds the ClientApp of one stack, which answers for any client of its process.
 
-    `sum_identity` is that of a client on a machine of its own. `on_release` is called before each
-    release, of training or of a probe, and may refuse it by raising.
+    Args:
+        job: Description of the stack's training.
+        workload: Its computations; None if this process is to build its own at the first message.
+        sum_identity: Signing key of a client on a machine of its own; None draws keys from the
+            scenario's seed.
+        on_release: Called before each release, of training or of a probe; it may refuse by raising.
     """
     client = _FederationClient(job, workload, on_release)
     sums = _SumAnswers(client, sum_identity)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fedsim.federation.noise_use import note_release, noted_rounds, notes, refuse_past, use_once
+from fedsim.federation.noise_use import NoiseNotes
 from fedsim.recording import truth
 from fedsim.recording.files import (
     read_tensors,
@@ -81,7 +81,7 @@ class ClientState:
         """
         truth.forget_rounds(self.out, self.stack, self.client, done)
         # A client that forgets what it has released would release the same again as its first.
-        kept = max([done, *noted_rounds(self._notes)])
+        kept = max([done, *self._notes.rounds()])
         for past in self._rounds():
             if past > kept:
                 self._path(past).unlink(missing_ok=True)
@@ -99,19 +99,19 @@ class ClientState:
         the answer beside the client's data. Refused, too, is a new order of a round before the
         last.
         """
-        refuse_past(self._notes, asked, f"client {self.client}")
-        use_once(self._notes, asked, inputs, f"client {self.client}")
+        self._notes.refuse_past(asked)
+        self._notes.use_once(asked, inputs)
 
     def note_release(self, asked: tuple[int, ...], release: Sequence[Tensors]) -> None:
         """Notes a digest of the tensors `release` just before they are sent."""
-        note_release(self._notes, asked, release, f"client {self.client}")
+        self._notes.note_release(asked, release)
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:
         """Notes that the client agrees to a sum of `round` over the clients `survivors` alone."""
-        path = self._path(0).with_name("opened.jsonl")
+        opened = self._notes_in("opened.jsonl")
         # Noted like noise: the first set of clients holds, and any other is refused.
         members = {"survivors": torch.tensor(sorted(survivors))}
-        use_once(path, (round,), [members], f"client {self.client}", "consent to a sum")
+        opened.use_once((round,), [members], "consent to a sum")
 
     def save_sum(self, round: int, memory: Mapping[str, Any]) -> None:
         """Keeps the client's `memory` of the secure sum of `round`, in place of any other's."""
@@ -130,8 +130,11 @@ class ClientState:
             raise FedsimError(f"{path}: damaged; the client misses this round's sum") from error
 
     @property
-    def _notes(self) -> Path:
-        return notes(self.out, self.stack, self._path(0).parent.name)
+    def _notes(self) -> NoiseNotes:
+        return self._notes_in("answered.jsonl")
+
+    def _notes_in(self, name: str) -> NoiseNotes:
+        return NoiseNotes(self._path(0).with_name(name), f"client {self.client}")
 
     def _rounds(self) -> list[int]:
         home = self._path(0).parent

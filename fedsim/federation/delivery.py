@@ -60,8 +60,13 @@ def exchange(
 
     Each message whose answer is late follows as (position, None). An answer is late if Flower says
     that it expired, its node is gone, or no answer at all has come for `timeout` seconds: so no
-    client is late because it waited for a free worker. A reply may hold an error of its client. A
-    message is void after `expire_after` seconds, by default Flower's 12 hours.
+    client is late because it waited for a free worker. A reply may hold an error of its client.
+
+    Args:
+        grid: The grid that carries the messages.
+        messages: Messages, each to one node.
+        timeout: Seconds without any answer after which all that are left are late.
+        expire_after: Seconds after which a message is void; None for Flower's 12 hours.
     """
     pending: dict[str, int] = {}
     late: list[int] = []
@@ -149,7 +154,7 @@ class Nodes:
     """Keeps track of which node speaks for which client: a restarted one has another id."""
 
     def __init__(self, grid: Grid, clients: int, patience: float = START_SECONDS) -> None:
-        """Knows no node before `gather`, which waits for `clients` of them, `patience` seconds."""
+        """Knows no node of the `clients` yet; `gather` waits `patience` seconds for them."""
         self._grid = grid
         self._count = clients
         self._patience = patience
@@ -221,11 +226,16 @@ def answer_census(client: int, held: int, statistics: Mapping[Unit, tuple[str, .
 
 
 def take_census(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
-    """Asks all `clients` nodes how many examples they hold; returns the answers of all clients.
+    """Asks the nodes of all clients how many examples they hold; returns what they answer.
 
-    Reasons of all clients are joined, each once. Nodes have to connect within `patience` seconds,
-    of which `on_wait` is called with their number. A node that refuses, and two that say they are
-    one client, are a `FedsimError`.
+    Reasons of all clients are joined, each once. A `FedsimError` says if a node refuses, or two
+    nodes say that they are one client.
+
+    Args:
+        grid: The grid to which nodes connect.
+        clients: Number of clients, with a node each.
+        patience: Seconds in which all nodes have to connect.
+        on_wait: Called with the number of connected nodes while some are missing; None: nobody.
     """
     held: dict[int, int] = {}
     statistics: dict[Unit, list[str]] = {unit: [] for unit in get_args(Unit)}

@@ -27,79 +27,80 @@ def release_key(round: int, probe: Probe | None) -> tuple[int, ...]:
     return (round, probe.batch_size, probe.trial, probe.release) if probe else (round,)
 
 
-def notes(out: Path, stack: str, who: str) -> Path:
-    """Returns the path of the file below `out` that notes how `who` used noise in `stack`."""
-    return out / "client_state" / stack / who / "answered.jsonl"
+class NoiseNotes:
+    """Notes of how one owner used the noise of its releases, in a file that outlives a kill."""
 
+    def __init__(self, path: Path, who: str) -> None:
+        """Reads and writes the notes of `who`, the owner in errors, in the file at `path`."""
+        self._path, self._who = path, who
 
-def use_once(
-    path: Path, own: tuple[int, ...], values: Sequence[Tensors], who: str, what: str = "noise"
-) -> None:
-    """Notes in `path` that the noise of one release is used for `values`, and for no others.
+    @classmethod
+    def of_server(cls, out: Path, stack: str, who: str) -> NoiseNotes:
+        """Returns the notes below the run's folder `out` of what the server draws, as `who`."""
+        return cls(out / "client_state" / stack / who / "answered.jsonl", f"the {who}")
 
-    `own` is the key of the release, and `values` all that decides it, or the release itself. `who`
-    and `what` name the owner and what is used once, for the error.
-    """
-    at, noted = digest(*values), _read(path)
-    before = [entry["digest"] for entry in noted if entry["asked"] == list(own)]
-    if before and at not in before:
-        raise FedsimError(
-            f"{who} has answered in round {own[0]} for other values, and its {what} is not used "
-            "twice: run the scenario anew, with another --out"
-        )
-    # The same question at the same values has the same answer: it needs no second note.
-    if not before:
-        _write(path, [*noted, {"asked": list(own), "digest": at}])
+    def use_once(
+        self, own: tuple[int, ...], values: Sequence[Tensors], what: str = "noise"
+    ) -> None:
+        """Notes that the noise of one release is used for `values`, and refuses any others.
 
-
-def noted_rounds(path: Path) -> list[int]:
-    """Returns the round of each noted release, in the order of use; empty without a file."""
-    return [entry["asked"][0] for entry in _read(path)]
-
-
-def refuse_past(path: Path, own: tuple[int, ...], who: str) -> None:
-    """Refuses `who` a new release, of key `own`, in a round before one that `path` notes."""
-    noted = _read(path)
-    # What was released before may be said again, since it is the same bytes.
-    is_released = any("release" in entry for entry in noted if entry["asked"] == list(own))
-    last = max(noted_rounds(path), default=0)
-    if own[0] < last and not is_released:
-        raise FedsimError(
-            f"{who} has answered in round {last}, and does not go back to what it has not answered "
-            f"in round {own[0]}: run the scenario anew, with another --out"
-        )
-
-
-def note_release(path: Path, own: tuple[int, ...], release: Sequence[Tensors], who: str) -> None:
-    """Notes a digest of what is released, so that nothing else has the same noise.
-
-    `path`, `own` and `who` are those of `use_once`, which has to have noted this key before.
-    """
-    at, noted = digest(*release), _read(path)
-    for entry in noted:
-        # The first digest stays, and every later answer is held against it.
-        if entry["asked"] == list(own) and entry.setdefault("release", at) != at:
+        `own` is the key of the release, and `values` all that decides it, or the release itself.
+        `what` names in an error what is used once.
+        """
+        at, noted = digest(*values), self._read()
+        before = [entry["digest"] for entry in noted if entry["asked"] == list(own)]
+        if before and at not in before:
             raise FedsimError(
-                f"{who} has answered in round {own[0]} with other bytes than it computes now, and "
-                "two answers of one noise tell of it: answer on the processor and with the "
-                "versions of then, or run the scenario anew, with another --out"
+                f"{self._who} has answered in round {own[0]} for other values, and its {what} is "
+                "not used twice: run the scenario anew, with another --out"
             )
-    _write(path, noted)
+        # The same question at the same values has the same answer: it needs no second note.
+        if not before:
+            self._write([*noted, {"asked": list(own), "digest": at}])
 
+    def rounds(self) -> list[int]:
+        """Returns the round of each noted release, in the order of use; empty without a file."""
+        return [entry["asked"][0] for entry in self._read()]
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    text = paths.text(path, paths.TEXT) if path.exists() else ""
-    try:
-        noted = [json.loads(line) for line in text.splitlines()]
-        assert all(entry["asked"][0] >= 1 and entry["digest"] for entry in noted)
-    except (AssertionError, ValueError, LookupError, TypeError) as error:
-        raise FedsimError(
-            f"{path}: damaged, so that nobody knows what noise was used for: run the scenario "
-            "anew, with another --out"
-        ) from error
-    return noted
+    def refuse_past(self, own: tuple[int, ...]) -> None:
+        """Refuses a new release, of key `own`, in a round before one that is noted."""
+        # What was released before may be said again, since it is the same bytes.
+        is_released = any("release" in entry for entry in self._read() if entry["asked"] == [*own])
+        last = max(self.rounds(), default=0)
+        if own[0] < last and not is_released:
+            raise FedsimError(
+                f"{self._who} has answered in round {last}, and does not go back to what it has "
+                f"not answered in round {own[0]}: run the scenario anew, with another --out"
+            )
 
+    def note_release(self, own: tuple[int, ...], release: Sequence[Tensors]) -> None:
+        """Notes a digest of the tensors that are released, so that nothing else has their noise.
 
-def _write(path: Path, noted: Sequence[Mapping[str, Any]]) -> None:
-    text = "".join(f"{json.dumps(entry)}\n" for entry in noted)
-    write_bytes(path, text.encode(), private=True)
+        `use_once` has to have noted the key `own` before.
+        """
+        at, noted = digest(*release), self._read()
+        for entry in noted:
+            # The first digest stays, and every later answer is held against it.
+            if entry["asked"] == list(own) and entry.setdefault("release", at) != at:
+                raise FedsimError(
+                    f"{self._who} has answered in round {own[0]} with other bytes than it computes "
+                    "now, and two answers of one noise tell of it: answer on the processor and "
+                    "with the versions of then, or run the scenario anew, with another --out"
+                )
+        self._write(noted)
+
+    def _read(self) -> list[dict[str, Any]]:
+        text = paths.text(self._path, paths.TEXT) if self._path.exists() else ""
+        try:
+            noted = [json.loads(line) for line in text.splitlines()]
+            assert all(entry["asked"][0] >= 1 and entry["digest"] for entry in noted)
+        except (AssertionError, ValueError, LookupError, TypeError) as error:
+            raise FedsimError(
+                f"{self._path}: damaged, so that nobody knows what noise was used for: run the "
+                "scenario anew, with another --out"
+            ) from error
+        return noted
+
+    def _write(self, noted: Sequence[Mapping[str, Any]]) -> None:
+        text = "".join(f"{json.dumps(entry)}\n" for entry in noted)
+        write_bytes(self._path, text.encode(), private=True)

@@ -22,7 +22,7 @@ from fedsim import rng
 from fedsim.federation import strategies, wire
 from fedsim.federation.checkpoint import Checkpoint, Checkpoints
 from fedsim.federation.delivery import START_SECONDS, Delivery, Nodes
-from fedsim.federation.noise_use import notes, release_key, use_once
+from fedsim.federation.noise_use import NoiseNotes, release_key
 from fedsim.federation.records import RoundRecord
 from fedsim.federation.tap import TapGrid
 from fedsim.training.server import Server
@@ -42,9 +42,11 @@ def build(
 ) -> ServerApp:
     """Returns the ServerApp that trains the stack of `server`, from its last checkpoint on.
 
-    `out` is the run's folder. `on_round` is called after each round with its record, before a
-    checkpoint is written. `delivery` says how messages travel; by default clients take turns on one
-    machine.
+    Args:
+        server: What the server knows of the stack and its clients.
+        out: The run's folder.
+        on_round: Called after each round with its record, before a checkpoint is written.
+        delivery: How messages travel; by default clients take turns on one machine.
     """
     app = ServerApp()
 
@@ -165,8 +167,8 @@ class _StackTraining:
         tensors = self._cast(aggregated)
         if getattr(self._strategy, "noise_multiplier", 0):
             # A round that is repeated with other answers would show their difference without noise.
-            path = notes(self._out, self._server.stack_name, "strategy")
-            use_once(path, release_key(round, None), [tensors], "the strategy")
+            notes = NoiseNotes.of_server(self._out, self._server.stack_name, "strategy")
+            notes.use_once(release_key(round, None), [tensors])
         return self._server.computation.finalize(tensors, clients)
 
     def _words(self, round: int) -> int | list[int]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from fedsim.contracts.defense import NoisyAggregation, shapes
 from fedsim.federation import wire
 from fedsim.federation.delivery import Delivery, exchange
-from fedsim.federation.noise_use import notes, release_key, use_once
+from fedsim.federation.noise_use import NoiseNotes, release_key
 from fedsim.federation.screening import Tally, judge
 from fedsim.federation.secure_aggregation import messages, plan
 from fedsim.federation.secure_aggregation.rounds import SecureSum
@@ -49,7 +49,15 @@ class TapGrid:
     def __init__(
         self, grid: Grid, server: Server, nodes: Mapping[int, int], out: Path, delivery: Delivery
     ) -> None:
-        """Wraps the `grid` of any engine; `nodes`, by client, are looked up when a round begins."""
+        """Prepares to record a stack's rounds.
+
+        Args:
+            grid: The grid of any engine.
+            server: What the server knows of the stack.
+            nodes: Node id by client, looked up anew when a round begins.
+            out: The run's folder, which gets the recordings.
+            delivery: How messages travel.
+        """
         self._grid, self._server = grid, server
         self._nodes = nodes
         self._clients: dict[int, int] = {}
@@ -370,8 +378,8 @@ class TapGrid:
         if isinstance(aggregation, NoisyAggregation):
             # The sum depends on who answered, and two sums with the same noise have a difference
             # without any.
-            path = notes(self._out, self._server.stack_name, "server")
-            use_once(path, release_key(self._round, probe), [combined.tensors], "the server")
+            notes = NoiseNotes.of_server(self._out, self._server.stack_name, "server")
+            notes.use_once(release_key(self._round, probe), [combined.tensors])
         if shapes(combined.tensors) != shapes(self._parameters):
             raise FedsimError(
                 f"{type(aggregation).__name__}.combine changed names or shapes of the update; it "

@@ -134,9 +134,14 @@ def order(
     probe: Probe | None,
     clipping_norm: float | None = None,
 ) -> RecordDict:
-    """Returns the content of a message that asks for training (`probe` None) or for a probe.
+    """Returns the content of a message that asks for an update at the global model.
 
-    `round` counts from 1, `buffers` are float alone, and `clipping_norm` is that of `Order`.
+    Args:
+        round: Number of the round, from 1.
+        parameters: Parameters of the global model.
+        buffers: Its floating-point buffers.
+        probe: Probe that is asked for; None asks for training.
+        clipping_norm: L2 norm to which the client is to clip; None if the strategy sends none.
     """
     asked = ConfigRecord({ROUND: round})
     if clipping_norm is not None:

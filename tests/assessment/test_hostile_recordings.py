@@ -229,9 +229,8 @@ def test_the_guess_is_learned_from_others_than_the_victims(
     monkeypatch.setattr(
         "fedsim.assessment.clients.scoring.Guesser", lambda levels, _: learned.append(levels)
     )
-    notes: list[str] = []
-    guesser_of(testimonies, [victim], Examples(None, None, classes=3), notes)
-    assert learned[0].unique().tolist() == [round(0.7 * 255)] and notes == []
+    _, is_public = guesser_of(testimonies, [victim], Examples(None, None, classes=3))
+    assert learned[0].unique().tolist() == [round(0.7 * 255)] and is_public
 
 
 def test_two_assessments_of_one_app_are_two(tmp_path: Path) -> None:

@@ -157,19 +157,19 @@ an epsilon without its unit, relation and delta
 # A recording says nothing of the noise in it.
 noise of the server used again for another sum
     fedsim/federation/tap.py:TapGrid._combine [federation/test_federation_tap]
-    use_once(path, release_key(self._round, probe), [combined.tensors], 'the server') => pass
+    notes.use_once(release_key(self._round, probe), [combined.tensors]) => pass
 noise used again at other weights
-    fedsim/federation/noise_use.py:use_once [federation/test_federation_client]
+    fedsim/federation/noise_use.py:NoiseNotes.use_once [federation/test_federation_client]
     never before and at not in before
 rounds in descending order are answered
-    fedsim/federation/noise_use.py:refuse_past [federation/network/test_one_answer]
+    fedsim/federation/noise_use.py:NoiseNotes.refuse_past [federation/network/test_one_answer]
     own[0] < last and (not is_released) => own[0] < 0
 an answer is repeated with other bytes
-    fedsim/federation/noise_use.py:note_release [federation/network/test_one_answer]
+    fedsim/federation/noise_use.py:NoiseNotes.note_release [federation/network/test_one_answer]
     entry.setdefault('release', at) != at => entry.setdefault('release', at) is None
 a greeting makes a node forget its steps
     fedsim/federation/client_state.py:ClientState.rewind [federation/network/test_one_answer]
-    max([done, *noted_rounds(self._notes)]) => done
+    max([done, *self._notes.rounds()]) => done
 a run of another census
     fedsim/federation/network/home.py:pin_run [federation/network/test_one_answer]
     (held, 'a run of clients with other numbers of examples')

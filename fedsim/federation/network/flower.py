@@ -246,10 +246,13 @@ def server_app(
 ) -> Iterator[tuple[Grid, Context]]:
     """Starts a run with `config` on the SuperLink, and acts as its ServerApp inside the block.
 
-    `config` holds the texts `version`, `scenario`, `stack`, `run` and `held`. An unreachable
-    SuperLink is waited for `patience` seconds. An answer of more than `most_bytes` bytes becomes an
-    error. If the SuperLink refuses, is away, or lets another execute the run, a `FedsimError` says
-    so.
+    If the SuperLink refuses, is away, or lets another execute the run, a `FedsimError` says so.
+
+    Args:
+        link: Way to the SuperLink.
+        config: The run's settings: texts called `version`, `scenario`, `stack`, `run` and `held`.
+        patience: Seconds for which a SuperLink that is away is waited for.
+        most_bytes: Size in bytes beyond which an answer becomes an error.
     """
     entitled = []
     if link.secret is not None:
@@ -292,9 +295,13 @@ def serving(
 ) -> None:
     """Answers a SuperNode's messages until `stop` is set or the SuperNode is gone.
 
-    `runtime` is the address of its runtime API on loopback, and `secret` admits callers there. An
-    exception in `answer` becomes an error message. If an answer does not get through, the SuperNode
-    waits for it for ever: a `FedsimError`.
+    If an answer does not get through, the SuperNode waits for it for ever: a `FedsimError`.
+
+    Args:
+        runtime: Address of the SuperNode's runtime API on loopback, HOST:PORT.
+        secret: Bytes that admit callers there.
+        answer: Answers a message in its context; its exceptions become error messages.
+        stop: Set from another thread to end the call after the present answer.
     """
     link = Link(superlink=runtime)
     with _connect(RuntimeHttpClient, link, "flwr-clientapp", _entitle(secret)) as client:

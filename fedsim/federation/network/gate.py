@@ -73,8 +73,12 @@ class _Server:
         self._lines = _Lines()
 
     async def run(self, server: socket.socket) -> None:
+        """Serves until SIGINT or SIGTERM cancels it."""
         server.setblocking(False)
-        loop = asyncio.get_running_loop()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
         while True:
             try:
                 connection, peer = await loop.sock_accept(server)
@@ -85,9 +89,9 @@ class _Server:
                 continue
             caller = _Caller(f"{peer[0]}:{peer[1]}", _network(peer[0]))
             self._make_room(caller)
-            task = loop.create_task(self._serve(connection, caller))
-            self._callers[task] = caller
-            task.add_done_callback(lambda task: self._callers.pop(task, None))
+            served = loop.create_task(self._serve(connection, caller))
+            self._callers[served] = caller
+            served.add_done_callback(lambda served: self._callers.pop(served, None))
 
     def _make_room(self, newcomer: _Caller) -> None:
         """Ends the oldest connection of the strangers who hold most, if there are too many."""
@@ -248,16 +252,6 @@ def _contexts(settings: _GateSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return inside, outside
 
 
-async def _until_terminated(
-    server: socket.socket, since: float, settings: _GateSettings, log: logging.Handler
-) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    await _Server(settings, since, log).run(server)
-
-
 def main() -> None:
     """Runs a gate until SIGINT or SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m fedsim.federation.network.gate")
@@ -285,7 +279,8 @@ def main() -> None:
     logging.raiseExceptions = False  # where the log has no room, standard error may have none
     print(f"gate at {addresses.address_of(server)}", flush=True)
     with server, suppress(asyncio.CancelledError):
-        asyncio.run(_until_terminated(server, since, settings, file or logging.StreamHandler()))
+        log_to = file or logging.StreamHandler()
+        asyncio.run(_Server(settings, since, log_to).run(server))
 
 
 if __name__ == "__main__":

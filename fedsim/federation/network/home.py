@@ -38,9 +38,13 @@ def run_folder(home: Path, run: str) -> Path:
 def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data: str) -> None:
     """Notes at first sight what a `stack` of a `run` is, and later refuses anything else.
 
-    `home` is the node's folder. `fingerprint` is a digest of all that decides the results of the
-    stack's training, and `held` the number of examples of each client, as text. `data` is a digest
-    of the node's examples. The caller has checked the name of the stack.
+    Args:
+        home: The node's own folder.
+        run: Name of the run, 16 to 64 hexadecimal digits.
+        stack: Name of the stack, which the caller has checked.
+        fingerprint: Digest of all that decides the results of the stack's training.
+        held: Number of examples of each client, as text.
+        data: Digest of the node's examples.
     """
     pins = {
         Path("scenarios", stack): (fingerprint, "the run of another scenario"),

@@ -184,10 +184,15 @@ def _peers(path: Path) -> Mapping[int, bytes]:
 def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> list[Path]:
     """Writes a folder of keys for each party, and returns the folders.
 
-    The parties are a SuperLink, its gate, `nodes` nodes and a runner, in this order. Their folders
-    in `folder` may exist, as mounted volumes do. `hosts` are names and addresses at which the
-    SuperLink and the gate are reached, and `days` the time after which certificates end. If a host
-    is invalid, a file exists, or others may write into a folder, nothing is written.
+    The parties are a SuperLink, its gate, the nodes and a runner, in this order. If a host is
+    invalid, a file exists, or others may write into a folder, a `FedsimError` says so, and nothing
+    is written.
+
+    Args:
+        folder: Where the folders are made; they may exist, as mounted volumes do.
+        nodes: Number of nodes.
+        hosts: Names and IP addresses at which the SuperLink and the gate are reached.
+        days: Time in days after which certificates end.
     """
     if not hosts:
         raise FedsimError("--host: name the SuperLink's and the gate's hosts, as nodes reach them")

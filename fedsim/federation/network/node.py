@@ -60,8 +60,14 @@ def serve(
 ) -> None:
     """Answers the SuperLink's messages until `stop` is set; joins again whenever the link breaks.
 
-    `say` is called with lines of text for the node's owner. A `RunFailed` says that the SuperLink
-    has not let this node in for a minute and a half, and a `FedsimError` all that is wrong before.
+    A `RunFailed` says that the SuperLink has not let this node in for a minute and a half, and a
+    `FedsimError` all that is wrong before.
+
+    Args:
+        app: Answers each message.
+        member: How the node takes part.
+        say: Called with lines of text for the node's owner.
+        stop: Set from another thread, or by a signal (`until_told`), to end the call.
     """
     flower.check_version()
     app.refuse_missing_data()

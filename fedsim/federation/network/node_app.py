@@ -52,9 +52,14 @@ class NodeApp:
     ) -> None:
         """Prepares an app that loads nothing before its first message.
 
-        `data` is a file or folder in place of the scenario's source, or `scenario`, and `home` the
-        node's own folder (see the module `home`). With `shared_seed` it draws from the scenario's
-        seed. Without `identity` it takes part in no secure sum.
+        Args:
+            client: Number of the client that the node is, from 0.
+            data: File or folder in place of the scenario's source; or `scenario`, for the client's
+                share of that source.
+            home: The node's own folder, see the module `home`.
+            policy: Rules of what a server may ask.
+            shared_seed: Whether it draws from the scenario's seed, and not from its own secret.
+            identity: Signing key for secure sums, and its peers' keys; None takes part in none.
         """
         self._number, self._data, self._home = client, data, home
         self._policy, self._shared_seed, self._identity = policy, shared_seed, identity

@@ -141,9 +141,15 @@ class Passage:
         body_limit: int,
         on_node: Callable[[bytes], None],
     ) -> None:
-        """Serves `client`, none of whose requests has been read.
+        """Prepares to serve a connection of which nothing has been read.
 
-        `on_node` is called with the key of a node that the SuperLink has let in before.
+        Args:
+            client: The connection.
+            superlink: The SuperLink behind the gate.
+            signatures: Signatures that were used, on any connection.
+            body_limit: Maximum size of a request's body in bytes.
+            on_node: Called with the key of a node that the SuperLink has let in before; it may
+                refuse by a `Refusal`.
         """
         self.client, self._superlink = client, superlink
         self._signatures, self._body_limit, self._on_node = signatures, body_limit, on_node

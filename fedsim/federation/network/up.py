@@ -57,8 +57,11 @@ def federation(
 ) -> Iterator[RunningFederation]:
     """Starts a SuperLink, its gate and `nodes` nodes; ends them all with the block.
 
-    `paths` are the files that the scenario names and that nodes may open. With `shared_seed` nodes
-    draw from the scenario's seed.
+    Args:
+        out: The run's folder, in which nodes get folders of their own.
+        nodes: Number of nodes, which are clients 0 to `nodes` - 1.
+        paths: Files that the scenario names and that nodes may open.
+        shared_seed: Whether nodes draw from the scenario's seed, and not from own secrets.
     """
     flower.check_version()
     logs = out / "network"

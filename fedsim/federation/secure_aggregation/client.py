@@ -68,7 +68,12 @@ class SumClient:
     ) -> None:
         """Begins a sum, or goes on after the stages that `memory` counts as answered.
 
-        `memory` is changed in place, and `keep` saves it when a stage begins and when it ends.
+        Args:
+            terms: Terms of the sum.
+            number: Number of this client, one of the participants.
+            identity: Its signing key, and its peers' public keys.
+            memory: What it has kept of earlier stages; None begins anew.
+            keep: Saves the memory when a stage begins and when it ends; by default nothing does.
         """
         if number not in terms.participants:
             raise AbortedError(f"client {number} does not take part in this sum")
@@ -174,9 +179,11 @@ class SumClient:
     ) -> bytes:
         """Returns this client's signature of the clients in the sum, if it may be opened for them.
 
-        `lost` are clients that shared secrets and sent no vector, and `signatures` those of keys
-        and model by each survivor. `note` is called before this client signs, and may refuse by
-        raising.
+        Args:
+            survivors: Clients whose vectors are in the sum.
+            lost: Clients that shared secrets and sent no vector.
+            signatures: Signatures of keys and model, by survivor.
+            note: Called before this client signs; it may refuse by raising.
         """
         with self._stage("agree"):
             in_sum, out = set(survivors), set(lost)

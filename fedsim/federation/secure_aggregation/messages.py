@@ -79,8 +79,11 @@ def model_order(
 ) -> RecordDict:
     """Returns the content of an order for a masked vector.
 
-    `boxes` is the `table` of the client's boxes. `planted` are the weights at which probes are
-    computed; None if these are `parameters`.
+    Args:
+        boxes: The `table` of the boxes that are sealed for the client.
+        parameters: Parameters of the global model.
+        buffers: Its floating-point buffers.
+        planted: Weights at which probes are computed; None if these are `parameters`.
     """
     content = RecordDict({wire.ARRAYS: parameters, wire.BUFFERS: buffers, **boxes})
     if planted is not None:

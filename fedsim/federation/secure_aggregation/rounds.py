@@ -52,9 +52,16 @@ class SecureSum:
         timeout: float,
         tally: Tally,
     ) -> None:
-        """Prepares a sum over the `nodes` of clients; the `tally` is told of failures and bytes.
+        """Prepares a sum, and sends nothing yet.
 
-        An exchange ends after `timeout` seconds without any answer.
+        Args:
+            grid: The grid that carries the messages.
+            server: What the server knows of the stack.
+            round: Number of the round, from 1.
+            delivery: How messages travel.
+            nodes: Node id by client.
+            timeout: Seconds without any answer after which an exchange ends.
+            tally: Told of failures and of bytes.
         """
         self._grid, self._round, self._nodes = grid, round, nodes
         # On a machine of its own, a node works off no order whose answer would be late.

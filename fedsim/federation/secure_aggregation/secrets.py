@@ -110,11 +110,17 @@ def _check_public(key: bytes) -> None:
 def agree_key(
     secret: bytes, other: int, keys: Mapping[int, bytes], purpose: str, session: bytes
 ) -> bytes:
-    """Returns 32 bytes that only two clients can compute, for one `purpose` of one `session`.
+    """Returns 32 bytes that only two clients can compute.
 
-    The result depends on both clients' numbers and on the bytes of their public keys, `keys` by
-    client. Otherwise a client could publish another's key, or one that gives the same shared
-    secret. `secret` is that of one of the two, and `other` the number of the other one.
+    They depend on both clients' numbers and on the bytes of their public keys. Otherwise a client
+    could publish another's key, or one that gives the same shared secret.
+
+    Args:
+        secret: X25519 secret key of one of the two, 32 bytes.
+        other: Number of the other client.
+        keys: X25519 public keys of both, by client.
+        purpose: What the bytes are for; other purposes give other bytes.
+        session: `Terms.session` of the sum.
     """
     try:
         shared = X25519PrivateKey.from_private_bytes(secret).exchange(
