@@ -165,7 +165,8 @@ class Nodes:
         """Waits for one node of each client, or refuses; tells all that `done` rounds are done."""
         greeting = wire.greeting(done)
         calls = _roll_call(self._grid, self._count, greeting, wire.IDENTIFY, self._patience)
-        self._of = {client: node for client, node, _ in calls}
+        # In place: others hold `by_client`.
+        self._of.update({client: node for client, node, _ in calls})
         self._known = set(self._of.values())
 
     def refresh(self, done: int) -> list[str]:
