@@ -201,16 +201,13 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
 
 
 def _list_filters(context: FLContext, data_kind: str) -> list[DeployedPart]:
-    """Returns the client's filters that act on answers of `data_kind`, outermost first.
-
-    fedsim's own are left out. Filters of weights have the further setting `acts_on_weights` 1,
-    since one that is made for differences then acts on something else than an update.
-    """
+    """Returns the client's filters that act on answers of `data_kind`, outermost first."""
     runner: Any = context.get_prop(FLContextKey.RUNNER)
     named = context.get_prop(FLContextKey.TASK_NAME)
     live = get_filters(
         Scope.TASK_RESULT_FILTERS_NAME, context, runner.task_result_filters, named, FilterKey.OUT
     )
+    # A filter of differences acts on something else than an update if it gets weights.
     marks = {"acts_on_weights": 1} if data_kind == DataKind.WEIGHTS else {}
     return [
         describe_part(each, marks)

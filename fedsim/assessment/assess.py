@@ -419,10 +419,7 @@ def _round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
 def _command_of(
     source: Path, model: nn.Module | str, homes: Sequence[str | Path], asked: AssessSettings
 ) -> str:
-    """Returns the shell command that repeats the assessment; a model is named by its class.
-
-    `source` is the folder of the recorded run, and `homes` are those of witnesses.
-    """
+    """Returns the shell command that repeats the assessment; a model is named by its class."""
     named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__name__}"
     words = ["fedsim", "assess", str(source.absolute()), "--model", named, "--out", "again"]
     for home in homes:

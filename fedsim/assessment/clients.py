@@ -322,10 +322,7 @@ def _simulate_training(
     mode: Mode,
     rule: StepRule | None = None,
 ) -> LocalTraining:
-    """Returns the local training that attacks simulate: epochs become one of their weight.
-
-    `steps` are all steps of a client of so many `examples`, and `per_epoch` those of an epoch.
-    """
+    """Returns the local training that attacks simulate: epochs become one of their weight."""
     again = LocalTraining(
         algorithm="fedavg",
         steps=steps,

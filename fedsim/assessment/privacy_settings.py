@@ -264,14 +264,7 @@ def _read_server_noise(
     mods: Sequence[DeployedPart] | None,
     delta: float,
 ) -> _ServerNoise | None:
-    """Returns what the outermost strategy adds; None if that is no wrapper of Flower's for privacy.
-
-    Flower adds N(0, (z C / n)²) to the mean of n updates clipped to the L2 norm C; a client of
-    weight w in that mean has the multiplier z / (n w). With adaptive clipping the noisy count of
-    clipped updates, which one client moves by 1, is released as well (Andrew et al., Differentially
-    Private Learning with Adaptive Clipping, NeurIPS 2021). `delta` counts unless the wrapper's
-    accountant has one, and `mods` are the clients', outermost first; None if unknown.
-    """
+    """Returns what the outermost strategy adds; None if that is no wrapper of Flower's."""
     if not strategies or not strategies[0].name.startswith((_FIXED, _ADAPTIVE)):
         return None
     wrapper = strategies[0]
@@ -304,6 +297,10 @@ def _find_epsilon(
     delta: float,
 ) -> float | str:
     """Returns the ε of all rounds of the client that weighs most, or why there is none."""
+    # Flower adds N(0, (z C / n)²) to the mean of n updates clipped to the L2 norm C; a client of
+    # weight w in that mean has the multiplier z / (n w). With adaptive clipping the noisy count of
+    # clipped updates, which one client moves by 1, is released as well (Andrew et al.,
+    # Differentially Private Learning with Adaptive Clipping, NeurIPS 2021).
     from scipy.special import ndtri
 
     wrapper, inner = strategies[0], strategies[1:]

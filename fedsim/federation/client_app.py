@@ -105,11 +105,7 @@ def build(
 
 
 class _FederationClient:
-    """Answers the server's messages for the client that the context of each message names.
-
-    An order that the client may not answer as asked is a `FedsimError`, and one of another form a
-    `MalformedError`. A copy in another process has the job alone: it loads the data itself.
-    """
+    """Answers the server's messages for the client that the context of each message names."""
 
     def __init__(
         self,
@@ -117,14 +113,9 @@ class _FederationClient:
         workload: Workload | None = None,
         on_release: Callable[[], None] | None = None,
     ) -> None:
-        self._job = job
+        self._job, self.out = job, Path(job.out)
         self._given = workload
         self._on_release = on_release
-
-    @property
-    def out(self) -> Path:
-        """Folder below which clients keep their state and truth."""
-        return Path(self._job.out)
 
     def __reduce__(self) -> tuple[type[_FederationClient], tuple[FederationJob]]:
         """Reduces the app to its job, without the data: engines ship it to other processes."""
@@ -181,7 +172,6 @@ class _FederationClient:
         return Message(wire.answer(result.update, loss, result.is_clipped), reply_to=message)
 
     def read_order(self, message: Message) -> wire.Order:
-        """Reads the order in `message`, with tensors in the order of the scenario's model."""
         order = wire.read_order(message.content, self._form[:2])
         clips = self.workload.scenario.federation.clips_at_clients
         if (order.clipping_norm is not None) != clips:
@@ -192,12 +182,7 @@ class _FederationClient:
         return order
 
     def compute(self, client: int, order: wire.Order) -> ClientResult:
-        """Computes what `client` releases to answer `order`, and keeps its truth and state.
-
-        Whether the order is planned is checked before, by `train` and `probe`. Of stacks that claim
-        privacy or mask, and with `on_release`, an order is answered once: for other weights, with
-        other bytes, or after a later round it is refused.
-        """
+        """Computes what `client` releases to answer a planned `order`; keeps truth and state."""
         # Before anything is computed, so that no release goes uncounted.
         if self._on_release:
             self._on_release()
@@ -211,7 +196,8 @@ class _FederationClient:
             self._look(client, order, memory)
         state = memory.before(round) if workload.remembers else {}
         at = release_key(round, order.probe)
-        # A node answers once, also behind noise of which nothing is proven.
+        # Answered once: for other weights, with other bytes, or after a later round it is refused.
+        # A node does so also behind noise of which nothing is proven.
         once = bool(workload.claims or workload.protocol or self._on_release)
         if once:
             memory.answer(at, [order.parameters, order.buffers, state])
@@ -290,11 +276,7 @@ class _FederationClient:
 
 
 def _clip_as_mod(update: Tensors, norm: float) -> tuple[dict[str, torch.Tensor], bool]:
-    """Clips an update as Flower's `adaptiveclipping_mod` does, by the same function.
-
-    Returns a new update on the CPU, and whether the given one was longer than `norm`, an L2 norm of
-    all tensors together. A tensor without dimensions counts for the norm and stays as it is.
-    """
+    """Clips as Flower's `adaptiveclipping_mod` does; returns the update, and if it was longer."""
     sent = [value.detach().cpu().numpy().copy() for value in update.values()]
     # The mod is handed new weights and old ones, of which it clips the difference.
     is_clipped = compute_adaptive_clip_model_update(sent, [np.zeros_like(a) for a in sent], norm)
@@ -303,15 +285,9 @@ def _clip_as_mod(update: Tensors, norm: float) -> tuple[dict[str, torch.Tensor],
 
 
 class _SumAnswers:
-    """Answers the five stages of a secure sum for a client.
-
-    The methods are called in the order in which they stand, once per round each. A message of
-    another form raises a `MalformedError`, and a stage out of its turn, or what breaks the
-    protocol, an `AbortedError`.
-    """
+    """Answers the five stages of a secure sum for a client, in the order of the methods."""
 
     def __init__(self, own: _FederationClient, sum_identity: SumIdentity | None) -> None:
-        """Answers with the updates of `own`; `sum_identity` None draws keys from the seed."""
         self._own, self._given = own, sum_identity
 
     def keys(self, message: Message, context: Context) -> Message:

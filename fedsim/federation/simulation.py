@@ -85,42 +85,37 @@ class Simulation(FlowerEngine):
                 )
                 assert child.stdin and child.stdout
                 try:
-                    _follow(job, child.stdin, child.stdout, scratch, on_round)
+                    is_done = _follow(job, child.stdin, child.stdout, scratch, on_round)
                     with suppress(subprocess.TimeoutExpired):  # let Ray shut down in order
                         child.wait(_GRACE_SECONDS)
-                except _ChildDied as error:
-                    with suppress(subprocess.TimeoutExpired):
-                        child.wait(_GRACE_SECONDS)
-                    log.seek(0)
-                    said = log.read()[-_TAIL:].decode(errors="replace")
-                    raise FedsimError(
-                        f"the simulation engine ended with status {child.poll()} before the "
-                        f"training did; its last words: {said or 'none'}"
-                    ) from error
+                    if not is_done:
+                        log.seek(0)
+                        said = log.read()[-_TAIL:].decode(errors="replace")
+                        raise FedsimError(
+                            f"the simulation engine ended with status {child.poll()} before the "
+                            f"training did; its last words: {said or 'none'}"
+                        )
                 finally:
                     _end(child)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-class _ChildDied(Exception):  # noqa: N818
-    """Raised when the child's output ends before the child has said that it is done."""
-
-
 def _follow(
     job: FederationJob, orders: IO[bytes], lines: IO[bytes], scratch: Path, on_round: OnRound
-) -> None:
+) -> bool:
+    """Reports rounds until the child says that it is done; returns False if it never does."""
     _tell(orders, {"job": asdict(job), "scratch": str(scratch)})
     for line in lines:
         said = json.loads(line)
         if "error" in said:
             raise FedsimError(said["error"])
         if "done" in said:
-            return
+            return True
         on_round(_RECORD.validate_python(said["round"]))
         # Only then does the child write the checkpoint, after which no round is reported again.
         _tell(orders, {"recorded": said["round"]["round"]})
-    raise _ChildDied
+    return False
 
 
 def _tell(pipe: IO[bytes], message: dict[str, Any]) -> None:

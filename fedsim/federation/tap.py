@@ -73,6 +73,7 @@ class TapGrid:
             loss=server.reports_loss,
             clips=server.scenario.federation.clips_at_clients,
         )
+        self._timeout = server.scenario.federation.timeout
         self._clipping_norm: float | None = None
         self._is_clipped: dict[int, bool | None] = {}
         # Integer buffers (batch norm's counter) never change and never cross the wire.
@@ -105,16 +106,13 @@ class TapGrid:
         """Returns the nodes of this round's participants, by client: no others are sampled."""
         return [self._nodes[client] for client in self._plan.participants]
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> list[Message]:
+    def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:
         """Sends the strategy's training messages, then the round's probes; records all answers.
 
         It is called once between `begin` and `end`, and replaces the content of `messages` by
         fedsim's own order. It returns one reply for each accepted update, by ascending client, or
         none: a reply's arrays are that client's new weights, computed when they are read, until
-        `end`. If the stack combines updates, there is one reply with the combination. `timeout` is
-        how many seconds without any answer are waited for; None: the scenario's.
+        `end`. If the stack combines updates, there is one reply with the combination.
         """
         # Sums depend on their order, and node numbers differ between engines: the order is by
         # client.
@@ -129,29 +127,25 @@ class TapGrid:
             told = wire.config_of(jobs[0].content)[KEY_CLIPPING_NORM]
             assert isinstance(told, float)
             self._clipping_norm = told
-        seconds = self._server.scenario.federation.timeout if timeout is None else timeout
         if self._server.protocol:
-            return self._securely([self._client_of(message) for message in jobs], seconds)
+            return self._securely([self._client_of(message) for message in jobs])
         # One content for all, so that a grid serializes it once.
         content = self._order(arrays, None)
         for message in jobs:
             message.content = content
         self.tally.bytes_down = size_of(content) * len(jobs)
-        probes = self._plan.probes
-        observed = self._plan.observed
         orders: list[_Ordered] = [(message, self._client_of(message), None) for message in jobs]
-        record = bool(observed) and not probes
-        spools: dict[Probe | None, Spool] = {None: self._spool}
         # Where probes are recorded, the round's own training is not.
-        accepted = self._collect(orders, observed if record else [], seconds, spools)
-        replies = self._replies(accepted[None], record=record)
+        observed = () if self._plan.probes else self._plan.observed
+        accepted = self._collect(orders, observed, {None: self._spool})
+        replies = self._replies(accepted[None], record=bool(observed))
         if self._plan.lookers:
             self._tell_left_out(None, set(self._plan.participants) - set(self.tally.accepted))
-        if probes:
-            self._probe(probes, observed, seconds)
+        if self._plan.probes:
+            self._probe(self._plan.probes)
         return replies
 
-    def _securely(self, clients: Sequence[int], timeout: float) -> list[Message]:
+    def _securely(self, clients: Sequence[int]) -> list[Message]:
         server, tally = self._server, self.tally
         parts = plan.parts(server, self._round)
         sum = SecureSum(
@@ -160,7 +154,6 @@ class TapGrid:
             self._round,
             self._delivery,
             nodes=self._nodes,
-            timeout=timeout,
             tally=tally,
         )
         layout = sum.layout
@@ -220,24 +213,18 @@ class TapGrid:
         reply.content = RecordDict({wire.ARRAYS: wire.encode(weights), wire.METRICS: numbers})
         return reply
 
-    def _probe(self, probes: Sequence[Probe], observed: Collection[int], timeout: float) -> None:
+    def _probe(self, probes: Sequence[Probe]) -> None:
         trained = self._parameters
         self._parameters = self._server.plant_probe(trained, self._round)
         arrays = self._arrays if self._parameters is trained else wire.encode(self._parameters)
         try:
             together = len(probes) if self._delivery.own_machines else 1
             for first in range(0, len(probes), together):
-                self._ask(probes[first : first + together], arrays, observed, timeout)
+                self._ask(probes[first : first + together], arrays)
         finally:
             self._parameters = trained  # the strategy's replies are computed from these
 
-    def _ask(
-        self,
-        probes: Sequence[Probe],
-        arrays: ArrayRecord,
-        observed: Collection[int],
-        timeout: float,
-    ) -> None:
+    def _ask(self, probes: Sequence[Probe], arrays: ArrayRecord) -> None:
         # The spools of all these probes stay within the budget together.
         budget = BUDGET // len(probes)
         with ExitStack() as until_answered:
@@ -248,7 +235,7 @@ class TapGrid:
             until_answered.enter_context(self._averaging(probes, budget))
             for release in range(self._server.scenario.observe.releases):
                 again = [replace(probe, release=release) for probe in probes]
-                self._release(dict(zip(again, spools, strict=True)), arrays, observed, timeout)
+                self._release(dict(zip(again, spools, strict=True)), arrays)
 
     @contextmanager
     def _averaging(self, probes: Sequence[Probe], budget: int = BUDGET) -> Iterator[None]:
@@ -265,14 +252,8 @@ class TapGrid:
                 for mean in self._averages[probe.batch_size, probe.trial].means():
                     self._save(probe, mean)
 
-    def _release(
-        self,
-        spools: Mapping[Probe, Spool],
-        arrays: ArrayRecord,
-        observed: Collection[int],
-        timeout: float,
-    ) -> None:
-        kind = f"train.{wire.PROBE}"
+    def _release(self, spools: Mapping[Probe, Spool], arrays: ArrayRecord) -> None:
+        kind, observed = f"train.{wire.PROBE}", self._plan.observed
         orders = []
         for probe in spools:
             content = self._order(arrays, probe)
@@ -280,7 +261,7 @@ class TapGrid:
                 (Message(content, self._nodes[client], kind), client, probe) for client in observed
             ]
         asked: dict[Probe | None, Spool] = dict(spools.items())
-        accepted = self._collect(orders, observed, timeout, asked)
+        accepted = self._collect(orders, observed, asked)
         for probe, spool in spools.items():
             if self._too_few(accepted[probe]):
                 self.tally.probe_failures += 1
@@ -292,15 +273,14 @@ class TapGrid:
         self,
         orders: Sequence[_Ordered],
         observed: Collection[int],
-        timeout: float,
         spools: Mapping[Probe | None, Spool],
     ) -> dict[Probe | None, dict[int, Message]]:
         combines = self._server.stack.aggregation is not None
         accepted: dict[Probe | None, dict[int, Message]] = {probe: {} for probe in spools}
         messages = [message for message, _, _ in orders]
         # A node works off its orders one after the other, so that the last has to wait for all.
-        expire = timeout * len(spools) if self._delivery.own_machines else None
-        for position, reply in exchange(self._grid, messages, timeout, expire_after=expire):
+        expire = self._timeout * len(spools) if self._delivery.own_machines else None
+        for position, reply in exchange(self._grid, messages, self._timeout, expire_after=expire):
             _, client, probe = orders[position]
             if reply is not None and reply.has_content() and probe is None:
                 self.tally.bytes_up += size_of(reply.content)
@@ -387,8 +367,7 @@ class TapGrid:
             )
         if record:
             self._record(-1, combined, probe, clients)
-            asked_too = self._plan.observed
-            self._tell_left_out(probe, set(asked_too) - set(clients))
+            self._tell_left_out(probe, set(self._plan.observed) - set(clients))
         return combined
 
     def _record(
@@ -428,7 +407,7 @@ class TapGrid:
         content = wire.order(self._round, ArrayRecord(), ArrayRecord(), probe)
         kind = f"query.{wire.LEFT_OUT}"
         told = [Message(content, self._nodes[client], kind) for client in sorted(left_out)]
-        for _ in exchange(self._grid, told, self._server.scenario.federation.timeout):
+        for _ in exchange(self._grid, told, self._timeout):
             pass
 
     def _order(self, arrays: ArrayRecord, probe: Probe | None) -> RecordDict:

@@ -43,11 +43,8 @@ _CLOCK_SKEW = timedelta(minutes=5)
 
 
 def _make_certificates(hosts: Sequence[str], *, days: int) -> dict[str, bytes]:
-    """Makes ca.crt of an authority, and server.crt and server.key of a server, as PEM by name.
-
-    `hosts` are the server's names and IP addresses. Both certificates end after `days`. The
-    authority's own key is forgotten, so that nobody can vouch for another server with it.
-    """
+    """Makes ca.crt of an authority, and server.crt and server.key of a server, as PEM by name."""
+    # The authority's own key is forgotten, so that nobody can vouch for another server with it.
     ca_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     ca_name, server_name = _name("fedsim throw-away authority"), _name("fedsim server")
     ca = (

@@ -56,10 +56,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class _FixedPoint:
-    """Converts real entries of one kind (an update's, or the buffers') to integers and back.
-
-    Noise that rounding would lose is a `FedsimError` at construction.
-    """
+    """Converts real entries of one kind (an update's, or the buffers') to integers and back."""
 
     clients: int
     """Maximum number of clients in a sum."""
@@ -73,7 +70,6 @@ class _FixedPoint:
     """Bound on the L2 norm of a client's vector of such entries; finite if noise is made for it."""
 
     def __post_init__(self) -> None:
-        """Refuses noise that rounding would eat."""
         if self.std and self.std < LEAST_NOISE * self.step:
             raise FedsimError(
                 f"secure_aggregation.noise_multiplier: a client's noise of {self.std:.3g} is lost "
@@ -83,7 +79,7 @@ class _FixedPoint:
 
     @property
     def bits(self) -> int:
-        """Number of bits of the integer that one client adds to an entry, with its sign."""
+        """Number of bits that one client's integer has, with its sign."""
         # The sum over all clients must not wrap around the ring.
         return min(self.ring_bits - math.ceil(math.log2(self.clients)), _MOST_BITS)
 
@@ -97,11 +93,7 @@ class _FixedPoint:
     def encode(
         self, values: NDArray[np.float64], share: float, stream: rng.Stream
     ) -> NDArray[np.int64]:
-        """Returns `share` times the values (n,) as integers, rounded, with the client's noise.
-
-        `share`, the client's weight in (0, 1], is its examples divided by the most that count. NaN
-        and infinite values are a `FedsimError`.
-        """
+        """Returns `share`, a weight in (0, 1], times the values (n,) as integers, with noise."""
         if not np.isfinite(values).all():
             raise FedsimError("the update holds NaN or infinity, which cannot be added under masks")
         # Each client weighs its own values before they are added, since the server sees the sum

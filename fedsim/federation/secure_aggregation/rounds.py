@@ -49,7 +49,6 @@ class SecureSum:
         delivery: Delivery,
         *,
         nodes: Mapping[int, int],
-        timeout: float,
         tally: Tally,
     ) -> None:
         """Prepares a sum, and sends nothing yet.
@@ -60,12 +59,12 @@ class SecureSum:
             round: Number of the round, from 1.
             delivery: How messages travel.
             nodes: Node id by client.
-            timeout: Seconds without any answer after which an exchange ends.
             tally: Told of failures and of bytes.
         """
         self._grid, self._round, self._nodes = grid, round, nodes
         # On a machine of its own, a node works off no order whose answer would be late.
-        self._timeout, self._expire = timeout, delivery.own_machines
+        self._expire = delivery.own_machines
+        self._timeout = server.scenario.federation.timeout
         self._tally = tally
         self._server = SumServer(plan.terms(server, round, delivery.run))
         self.layout = plan.layout(server, round)

@@ -97,11 +97,9 @@ def public_of(secret: bytes) -> bytes:
 
 
 def _check_public(key: bytes) -> None:
-    """Refuses bytes that are not the canonical encoding of an X25519 public key.
-
-    X25519 ignores the highest bit and reduces modulo 2^255 - 19, so that one point has several
-    encodings. Points of low order make every shared secret the same.
-    """
+    """Refuses bytes that are not the canonical encoding of an X25519 public key."""
+    # X25519 ignores the highest bit and reduces modulo 2^255 - 19, so that one point has several
+    # encodings. Points of low order make every shared secret the same.
     number = int.from_bytes(key, "little")
     if len(key) != SECRET or number >= _PRIME or number in _LOW_ORDER:
         raise AbortedError("a public key is none: not canonical, or of low order")
