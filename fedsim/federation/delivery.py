@@ -6,11 +6,12 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Annotated, get_args
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 
 from fedsim.federation import wire
 from fedsim.training.server import Census
@@ -36,10 +37,15 @@ _RETURN_SECONDS = 30.0
 CENSUS = "census"
 """Action of the query that asks how much a node holds, and whether it would answer every stack."""
 
-_VERSION, _HELD, _STATISTICS = "version", "held", "statistics"
-_MOST_HELD = 2**40
 # Limits: reasons kept per node, characters kept per reason.
 _REASONS, _REASON = 20, 500
+
+
+class _CensusAnswer(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    held: Annotated[int, Field(ge=0, lt=2**40)]
+    statistics: Json[dict[str, list[str]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,10 +226,8 @@ class Nodes:
 def answer_census(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -> RecordDict:
     """Returns the content of a node's answer: its examples, and why nothing can be claimed."""
     said = json.dumps({unit: list(reasons) for unit, reasons in statistics.items()})
-    told = ConfigRecord(
-        {_VERSION: wire.VERSION, wire.CLIENT: client, _HELD: held, _STATISTICS: said}
-    )
-    return RecordDict({wire.CONFIG: told})
+    told = {"version": wire.VERSION, wire.CLIENT: client, "held": held, "statistics": said}
+    return RecordDict({wire.CONFIG: ConfigRecord(told)})
 
 
 def take_census(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
@@ -252,28 +256,18 @@ def take_census(grid: Grid, clients: int, patience: float, on_wait: OnWait | Non
 
 
 def _read_census(content: RecordDict) -> tuple[int, Mapping[str, list[str]]]:
-    config = content.get(wire.CONFIG)
     # Version 1 did not say which it was.
-    if isinstance(config, ConfigRecord) and config.get(_VERSION, "1") != wire.VERSION:
+    version = str(wire.config_of(content).get("version", "1"))
+    if version != wire.VERSION:
         raise FedsimError(
-            f"a node's messages are of version {printable(str(config.get(_VERSION, '1')))[:40]}, "
-            f"and this server's of version {wire.VERSION}: install the same fedsim on both sides"
+            f"a node's messages are of version {printable(version)[:40]}, and this server's of "
+            f"version {wire.VERSION}: install the same fedsim on both sides"
         )
     try:
-        assert isinstance(config, ConfigRecord)
-        held, statistics = config[_HELD], json.loads(str(config[_STATISTICS]))
-        assert isinstance(held, int) and 0 <= held < _MOST_HELD
-        reasons = {
-            str(unit): [printable(str(reason))[:_REASON] for reason in said[:_REASONS]]
-            for unit, said in statistics.items()
-        }
-    except (
-        AssertionError,
-        KeyError,
-        ValueError,
-        AttributeError,
-        TypeError,
-        RecursionError,
-    ) as error:
+        told = _CensusAnswer.model_validate(dict(wire.config_of(content)))
+    except ValidationError as error:
         raise FedsimError("a node answers a census with something else") from error
-    return held, reasons
+    return told.held, {
+        unit: [printable(reason)[:_REASON] for reason in said[:_REASONS]]
+        for unit, said in told.statistics.items()
+    }

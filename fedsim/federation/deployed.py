@@ -8,19 +8,19 @@ OUT/server.secret    of the noise that the server adds; not there if all follows
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+
+from pydantic import TypeAdapter
 
 from fedsim.recording import files
 from fedsim.scenario import Scenario
 from fedsim.system import paths
 from fedsim.training.server import Census, Server
 from fedsim.training.source import load_dataset
-from fedsim.types import FedsimError, Unit
+from fedsim.types import FedsimError
 
 NO_LINK = (
     "federation.engine: deployment needs a SuperLink: name it with --superlink, or start a whole "
@@ -29,6 +29,7 @@ NO_LINK = (
 """Text of the error when an engine with nodes on other machines has no link to them."""
 
 _RUN_BYTES = 16
+_CENSUS: TypeAdapter[Census] = TypeAdapter(Census)
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,8 @@ class Deployed:
         if not path.exists():
             raise FedsimError(NO_LINK)
         try:
-            found = json.loads(paths.text(path, paths.TEXT))
-            census = Census(
-                held=[int(count) for count in found["held"]],
-                private_statistics={
-                    unit: tuple(found["private_statistics"][unit]) for unit in get_args(Unit)
-                },
-            )
-        except (ValueError, KeyError, TypeError) as error:
+            census = _CENSUS.validate_json(paths.text(path, paths.TEXT))
+        except ValueError as error:  # of JSON, and of its values
             raise FedsimError(
                 f"{path}: damaged; run the scenario anew, with another --out"
             ) from error
@@ -62,10 +57,7 @@ class Deployed:
 
     def save(self, out: Path) -> None:
         """Writes these facts below the run's folder `out`; a secret that is there already stays."""
-        statistics = {unit: list(said) for unit, said in self.census.private_statistics.items()}
-        files.write_json(
-            out / "census.json", {"held": list(self.census.held), "private_statistics": statistics}
-        )
+        files.write_json(out / "census.json", _CENSUS.dump_python(self.census, mode="json"))
         path = out / "server.secret"
         if self.secret is not None and not path.exists():
             # Never replaced (O_EXCL): rounds that are trained again need the noise that they had.

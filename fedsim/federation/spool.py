@@ -102,12 +102,6 @@ class Spool:
         """Returns the tensor called `name` of `client`'s update."""
         return self._read(client, _UPDATE + name)
 
-    def updates(self, names: Iterable[str], buffers: Iterable[str]) -> Iterator[Update]:
-        """Yields the update of each client, by ascending client, as `get` returns it."""
-        names, buffers = list(names), list(buffers)
-        for client in self.clients():
-            yield self.get(client, names, buffers)
-
     def get(self, client: int, names: Iterable[str], buffers: Iterable[str]) -> Update:
         """Returns `client`'s update, with the tensors called `names` and these `buffers`."""
         return Update(

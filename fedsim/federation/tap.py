@@ -353,7 +353,8 @@ class TapGrid:
         aggregation, clients = self._server.stack.aggregation, spool.clients()
         if aggregation is None or not clients:
             return None
-        updates = spool.updates(self._expected.update, self._expected.buffers)
+        names = self._expected.update, self._expected.buffers
+        updates = (spool.get(client, *names) for client in clients)
         combined = self._server.combine_updates(updates, self._round, probe)
         if isinstance(aggregation, NoisyAggregation):
             # The sum depends on who answered, and two sums with the same noise have a difference

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from fedsim.federation.network import flower, link
 from fedsim.federation.network.home import make_private
@@ -156,12 +155,8 @@ def _tell(say: Callable[[str], None], line: str) -> None:
 def until_told() -> threading.Event:
     """Returns an event that SIGINT, SIGTERM and SIGHUP set; called in the main thread."""
     stop = threading.Event()
-
-    def set_stop(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, set_stop)
+        signal.signal(number, lambda *_: stop.set())
     return stop
 
 

@@ -27,11 +27,11 @@ import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from network_support import NEVER, Authority, free_port, gate, make_authority, until
+from network_support import NEVER, Authority, gate, make_authority, until
 
 from fedsim.federation.network import gate as gate_module
 from fedsim.federation.network import link, passage, superlink
-from fedsim.federation.network.superlink import Child
+from fedsim.federation.network.superlink import Child, free_port
 from fedsim.types import FedsimError
 
 KEY = ec.generate_private_key(ec.SECP384R1())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from flwr.app import Context, Message, RecordDict
-from network_support import make_authority, write_node_key
+from network_support import make_authority
 from nodes_support import LINK, SMALL, TINY, connect, nodes
 from typer.testing import CliRunner
 
@@ -23,6 +23,7 @@ from fedsim.federation import wire
 from fedsim.federation.local import identity
 from fedsim.federation.network import flower, link
 from fedsim.federation.network.home import secret_seed
+from fedsim.federation.network.keys import _make_node_key
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy, Releases
 from fedsim.scenario import Scenario, expand
@@ -309,7 +310,7 @@ def test_keys_says_which_folders_to_hand_over(tmp_path: Path) -> None:
 
 def test_a_private_key_is_not_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "check", lambda *_: None)
-    write_node_key(tmp_path / "key")
+    (tmp_path / "key").write_bytes(_make_node_key()[0])
     to = ["--superlink", "127.0.0.1:1"]
     assert "key: no public key" in refused("register", str(tmp_path / "key"), *to)
     assert "check the path" in refused("register", str(tmp_path / "none.pub"), *to)
