@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -79,7 +78,6 @@ def test_an_error_of_the_child_is_the_parents_error(tmp_path: Path) -> None:
     wanted = demanding("simulation", strategy=wrapper, strategy_parameters=parameters)
     with pytest.raises(FedsimError, match="num_sampled_clients is 9, but 3 clients"):
         train(wanted, tmp_path, "topk")
-    assert not ray_processes()
 
 
 def test_a_child_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,65 +92,42 @@ def test_a_child_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
         train(demanding("simulation"), tmp_path, "topk")
 
 
-CHILD = """
-import sys
-from pathlib import Path
-from fedsim.federation import federate
-from fedsim.scenario import Scenario
-
-def say(record):
-    print(record.round, flush=True)
-
-federate(Scenario.model_validate_json(sys.argv[1]), "topk", Path(sys.argv[2]), resume=True,
-         on_round=say)
+ORPHAN = """
+import os, pathlib, queue, subprocess, sys
+from fedsim.federation.simulation import _listen
+os.setsid()
+print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
+_listen(sys.stdin.buffer, queue.Queue(), pathlib.Path(sys.argv[1]))
 """
 
 
-@pytest.mark.by_hand
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_killed_or_interrupted_nothing_is_left_and_any_engine_goes_on(
-    how: signal.Signals, tmp_path: Path
-) -> None:
-    def lasting(engine: str) -> Scenario:
-        wanted = demanding(engine)
-        longer = wanted.training.model_copy(update={"rounds": 30})
-        return wanted.model_copy(update={"training": longer})
-
-    parent = subprocess.Popen(
-        [sys.executable, "-c", CHILD, lasting("simulation").model_dump_json(), str(tmp_path / "a")],
+def test_a_child_ends_with_its_parent_and_takes_all_that_it_started_with_it(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, str(scratch)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert parent.stdout is not None
-    for line in parent.stdout:
-        if int(line) >= 3:
-            assert ray_processes()
-            parent.send_signal(how)
-            break
-    assert parent.wait() != 0
-    parent.stdout.close()
-    deadline = time.monotonic() + 600  # for a busy machine
-    while (left := ray_processes()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not left
-    resumed = results(train(lasting("local"), tmp_path / "a", "topk", resume=True))
-    whole = results(train(lasting("local"), tmp_path / "b", "topk"))
-    assert 3 <= len(resumed) < 30 and resumed == whole[-len(resumed) :]
+    ) as child:
+        assert child.stdin and child.stdout
+        started = Path(f"/proc/{int(child.stdout.readline())}/stat")
+        assert started.exists()
+        child.stdin.close()  # as the parent's death does
+        assert child.wait(600) == -signal.SIGKILL
+    assert not scratch.exists()
+    while started.exists() and started.read_text().split()[2] != "Z":
+        time.sleep(0.05)
+
+
+@pytest.mark.by_hand
+def test_any_engine_goes_on_where_the_simulation_was_interrupted(tmp_path: Path) -> None:
+    def stop(record: RoundRecord) -> None:
+        if record.round == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        federate(demanding("simulation"), "topk", tmp_path / "a", resume=False, on_round=stop)
+    resumed = results(train(demanding("local"), tmp_path / "a", "topk", resume=True))
+    whole = results(train(demanding("local"), tmp_path / "b", "topk"))
+    assert resumed == whole[-len(resumed) :]
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
-
-
-def ray_processes() -> list[str]:
-    """Running processes of Ray, or of the engine's child, that this user started."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if entry.stat().st_uid != os.getuid():
-                continue
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if "ray::" in command or "raylet" in command or "gcs_server" in command:
-            found.append(command[:120])
-        if "fedsim.federation.simulation" in command:
-            found.append(command[:120])
-    return found

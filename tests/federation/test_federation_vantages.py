@@ -208,14 +208,6 @@ def test_tls_shows_an_eavesdropper_no_update(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("client-0000-training.json"))) == 1
 
 
-def test_the_default_is_the_server_alone(tmp_path: Path) -> None:
-    usual = scenario(data__clients=2, observe={"rounds": [1], "clients": [0]})
-    assert usual == watched("server")
-    assert [seen.id for seen in workload(usual).recordings()] == [
-        "none/round-0001/client-0000-training"
-    ]
-
-
 def test_a_participant_of_no_two_rounds_in_a_row_is_refused() -> None:
     wanted = watched("client", data__clients=9, federation={"participation": 0.3}, seed=1)
     with pytest.raises(FedsimError, match="rounds 1 and 2"):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import flwr
+import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Message
@@ -27,11 +29,11 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.fleet_http_connection import http_request_response
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from fedsim.federation.network import flower
+from fedsim.federation.network import flower, superlink
 from fedsim.federation.network.flower import _BoundedGrid
 from fedsim.federation.network.keys import _make_certificates
 from fedsim.federation.network.link import Link
-from fedsim.federation.network.superlink import Child, free_port, superlink
+from fedsim.federation.network.superlink import Child, free_port
 
 NEVER = 600.0
 """Seconds after which a test gives up; a busy machine takes minutes for what takes none."""
@@ -177,11 +179,18 @@ class Node:
                 self._push(run, session, identifier, part.deflate())
 
 
+def flower_program(name: str) -> str:
+    """Beside Flower, which may be installed in another environment than this Python's."""
+    return str(Path(flwr.__file__).parents[4] / "bin" / name)
+
+
 @contextmanager
 def running_superlink(folder: Path) -> Iterator[SuperLink]:
     """A SuperLink with the keys in `folder`, as `fedsim keys` makes them."""
     port = free_port()
-    running = superlink(folder, port, folder / "superlink.log")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(superlink, "program", flower_program)
+        running = superlink.superlink(folder, port, folder / "superlink.log")
     try:
         running.await_port(port)
         yield SuperLink(f"127.0.0.1:{port}", Authority(folder))

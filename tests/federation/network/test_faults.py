@@ -100,14 +100,15 @@ def test_a_node_that_is_not_let_in_says_why_once_and_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one whose key nobody registered, or another node has."""
-    words = ["-c", f"print({flower.REFUSED!r})"]
+    tries = iter([600.0, 600.0, 0.0])
 
     def refused(member: NodeMembership) -> Any:
+        monkeypatch.setattr(node, "_JOIN_SECONDS", next(tries))
+        words = ["-c", f"print({flower.REFUSED!r})"]
         return Child([sys.executable, *words], tmp_path / "supernode.log"), "", b""
 
     monkeypatch.setattr(node, "_supernode", refused)
     monkeypatch.setattr(node, "_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(node, "_JOIN_SECONDS", 1.0)
     monkeypatch.setattr(link, "check", lambda *_: None)
     (app,), said = nodes(tmp_path, 1), list[str]()
     member = NodeMembership(superlink="127.0.0.1:9", roots=None, key=None, home=tmp_path / "home")

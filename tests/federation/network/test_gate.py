@@ -13,7 +13,6 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -435,19 +434,6 @@ def test_a_superlink_that_is_gone_or_anothers_gets_nothing(
         assert client.post(PATH, headers=sign()).status_code == 502
         assert running.status is None
     assert len(Inside.asked) == asked
-
-
-def test_many_clients_at_once(client: httpx.Client, authority: Authority, address: str) -> None:
-    assert client.post(PATH, content=b"", headers=sign()).status_code == 200
-
-    def push(number: int) -> int:
-        bodies = [bytes(number * 10_000 + i) for i in range(5)]
-        with calling(authority, address) as own:
-            answers = [own.post(PATH, content=body, headers=sign()).json() for body in bodies]
-        return sum(a["size"] == len(body) for a, body in zip(answers, bodies, strict=True))
-
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(push, range(8))) == [5] * 8
 
 
 def test_what_cannot_start_says_why(authority: Authority, inside: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from network_support import (
     Authority,
     SuperLink,
+    flower_program,
     gate,
     node_key,
     running_superlink,
@@ -43,7 +44,7 @@ from typer.testing import CliRunner
 
 from fedsim.cli.network import add_to
 from fedsim.federation.local import identity
-from fedsim.federation.network.superlink import Child, free_port, program
+from fedsim.federation.network.superlink import Child, free_port
 
 
 @dataclass
@@ -118,7 +119,7 @@ def announce(node: int, message: Message) -> PushMessagesRequest:
 @pytest.mark.slow
 def test_a_supernode_is_let_in(federation: Federation) -> None:
     link, key = federation.link, next(iter(federation.nodes))
-    command = [program("flower-supernode"), "--superlink", federation.gate]
+    command = [flower_program("flower-supernode"), "--superlink", federation.gate]
     command += ["--isolation", "process", "--port", str(free_port())]
     command += ["--root-certificates", str(link.authority.certificate)]
     command += ["--auth-supernode-private-key", str(key)]

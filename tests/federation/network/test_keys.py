@@ -11,6 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from network_support import make_authority
 
 from fedsim.federation.network.keys import _make_signing_keys, make_keys, read_identity
@@ -40,6 +43,21 @@ def test_each_party_gets_what_it_needs(tmp_path: Path) -> None:
         folder = tmp_path / f"node-{node}"
         known = read_identity(folder / "signing.key", folder / "peers.json")
         assert known is not None and known.peers[node] == known.public
+
+
+def test_a_node_key_is_of_p384_and_no_server_vouches_for_others(tmp_path: Path) -> None:
+    make_keys(tmp_path, 1, ["superlink"], days=1)
+    key = load_ssh_private_key((tmp_path / "node-0" / "key").read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name == "secp384r1"
+    public = load_ssh_public_key((tmp_path / "runner" / "node-0.pub").read_bytes())
+    assert public == key.public_key()
+    for name, signs, depth in (("server.crt", False, None), ("ca.crt", True, 0)):
+        content = (tmp_path / "gate" / name).read_bytes()
+        extensions = x509.load_pem_x509_certificate(content).extensions
+        limits = extensions.get_extension_for_class(x509.BasicConstraints)
+        assert limits.critical and limits.value == x509.BasicConstraints(signs, depth)
+        usage = extensions.get_extension_for_class(x509.KeyUsage)
+        assert usage.critical and usage.value.key_cert_sign == signs
 
 
 def test_keys_are_never_replaced_nor_put_where_others_may_write(tmp_path: Path) -> None:
