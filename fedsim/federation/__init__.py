@@ -80,12 +80,7 @@ def federate(
     checkpoints.start()
     if checkpoints.complete:
         return
-    job = FederationJob(
-        scenario=scenario.model_dump_json(),
-        stack=stack,
-        out=str(out.resolve()),
-        threads=scenario.threads,
-    )
+    job = FederationJob(scenario=scenario.model_dump_json(), stack=stack, out=str(out.resolve()))
     # The number of threads decides the order of summation, hence the last bits of every result.
     with strategies.quiet_flower(), threads.fix_within(scenario.threads):
         known = server or Workload(scenario, stack)

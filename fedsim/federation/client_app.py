@@ -49,17 +49,18 @@ class FederationJob:
     """The scenario as JSON."""
     stack: str
     out: str
-    threads: int
-    """Threads of each process. They fix the order of summation, hence the last bits."""
 
     def workload(self) -> Workload:
-        """Returns the computations of the stack, which are built once per process."""
+        """Returns the computations of the stack, built once per process, whose threads it fixes."""
         return _workload(self.scenario, self.stack)
 
 
 @lru_cache(maxsize=1)
 def _workload(scenario: str, stack: str) -> Workload:
-    return Workload(Scenario.model_validate_json(scenario), stack)
+    read = Scenario.model_validate_json(scenario)
+    # Their number fixes the order of summation, hence the last bits.
+    threads.fix(read.threads)
+    return Workload(read, stack)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,10 +270,7 @@ class _FederationClient:
     @cached_property
     def workload(self) -> Workload:
         """Computations of the job, built at first use if none were given."""
-        if self._given is not None:
-            return self._given
-        threads.fix(self._job.threads)
-        return self._job.workload()
+        return self._job.workload() if self._given is None else self._given
 
 
 def _clip_as_mod(update: Tensors, norm: float) -> tuple[dict[str, torch.Tensor], bool]:

@@ -32,7 +32,6 @@ from pydantic import TypeAdapter
 
 from fedsim.federation.engine import FlowerEngine
 from fedsim.federation.records import RoundRecord
-from fedsim.system import threads
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
@@ -71,6 +70,7 @@ class Simulation(FlowerEngine):
     ) -> None:
         """Trains the remaining rounds of `job` in a child process with its own workload."""
         scratch = Path(tempfile.mkdtemp(prefix="fedsim-"))  # Ray's sockets need a short path
+        per_process = server.scenario.threads
         try:
             with (scratch / "log").open("w+b") as log:
                 child = subprocess.Popen(
@@ -81,7 +81,7 @@ class Simulation(FlowerEngine):
                     # A process group of its own, so that Ray's processes can be killed together
                     # with it.
                     start_new_session=True,
-                    env={**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(job.threads)},
+                    env={**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(per_process)},
                 )
                 assert child.stdin and child.stdout
                 try:
@@ -185,19 +185,18 @@ def _simulate(settings: dict[str, Any], scratch: Path, on_round: OnRound) -> Non
     from fedsim.federation import client_app, server_app
 
     job = client_app.FederationJob(**settings)
-    threads.fix(job.threads)
     server = job.workload().server()
     run_simulation(
         server_app=server_app.build(server, Path(job.out), on_round),
         client_app=client_app.build(job),
         num_supernodes=server.scenario.data.clients,
-        backend_config=_resources(job.threads, server, scratch),
+        backend_config=_resources(server, scratch),
     )
 
 
-def _resources(per_client: int, server: Server, scratch: Path) -> dict[str, Any]:
+def _resources(server: Server, scratch: Path) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    per_client = min(per_client, cores or 1)
+    per_client = min(server.scenario.threads, cores or 1)
     schedule, last = server.schedule, server.scenario.training.rounds
     busy = max(len(schedule.round(1).participants), len(schedule.round(last).observed))
     # A worker beyond the clients that are asked at once would load the data for nothing.

@@ -19,6 +19,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -264,11 +265,9 @@ class _Tape:
         """Records the model in a message to a node; returns the order, to hand to `record`."""
         if not trains(message) or not message.has_content():
             return None
-        try:
+        with self._counting_failures():
             return self._note(message.content, node_id)
-        except Exception as error:  # an app goes on, whatever it sends
-            self._count_failure(error)
-            return None
+        return None
 
     def _note(self, content: RecordDict, node_id: int) -> _Sent | None:
         if SECAGG in content:
@@ -296,25 +295,19 @@ class _Tape:
         sent.digest = self._recorder.save_broadcast(sent.round, wire.views(content))
 
     def note_parts(self, kind: PartKind, read: Callable[[], list[DeployedPart]]) -> None:
-        try:
+        with self._counting_failures():
             parts = read()
             self._later(lambda: self._recorder.note_parts(kind, parts), {})
-        except Exception as error:  # an app goes on, whatever it is made of
-            self._count_failure(error)
 
     def record(self, sent: _Sent, message_id: str, reply: Message) -> None:
-        try:
+        with self._counting_failures():
             if not reply.has_content():
-                self._leave_out("a client answered with an error")
-                return
+                return self._leave_out("a client answered with an error")
             if reply.metadata.src_node_id != sent.node_id:
-                self._leave_out("another node answered than was asked")
-                return
+                return self._leave_out("another node answered than was asked")
             content = _content_of(_model(reply.content, sent.key)[1])
             metrics = _read_told(reply.content)
             self._later(partial(self._save_reply, sent, message_id, content, metrics), content)
-        except Exception as error:  # an app goes on, whatever its clients answer
-            self._count_failure(error)
 
     def _save_reply(
         self, sent: _Sent, message_id: str, content: _Content, metrics: ToldValues
@@ -346,8 +339,12 @@ class _Tape:
     def _leave_out(self, reason: str) -> None:
         self._later(lambda: self._recorder.leave_out(reason), {})
 
-    def _count_failure(self, error: Exception) -> None:
-        behind.later(lambda: self._tell(error))
+    @contextmanager
+    def _counting_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # an app goes on, whatever it is made of, sends or is answered
+            behind.later(partial(self._tell, error))
 
     def _tell(self, error: Exception) -> None:
         reason = str(error) if isinstance(error, FedsimError) else type(error).__name__

@@ -94,7 +94,7 @@ def train_with_fault(
 ) -> list[RoundRecord]:
     """Train on the local grid, or one like it, with clients whose answers go through `fault`."""
     shared = workload(wanted, stack)
-    job = FederationJob(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
+    job = FederationJob(scenario=wanted.model_dump_json(), stack=stack, out=str(out))
     honest = client_app.build(job, shared)
 
     def faulty(message: Message, context: Context) -> Message:

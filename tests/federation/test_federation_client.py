@@ -43,7 +43,7 @@ def ask(
         observe={"rounds": [1], "clients": [0, 1], "batch_sizes": [2]},
     )
     plan = workload(wanted, stack)
-    job = FederationJob(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
+    job = FederationJob(scenario=wanted.model_dump_json(), stack=stack, out=str(out))
     parameters, buffers = plan.initial()
     parameters = {name: scale * value for name, value in parameters.items()}
     content = wire.order(round, wire.encode(parameters), wire.encode(buffers), probe)

@@ -283,7 +283,7 @@ class _Clients:
 
     def __init__(self, wanted: Scenario, out: Path, stack: str = "secure") -> None:
         self.own = workload(wanted, stack)
-        job = FederationJob(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
+        job = FederationJob(scenario=wanted.model_dump_json(), stack=stack, out=str(out))
         self.grid = LocalGrid(client_app.build(job, self.own), wanted.data.clients, 60)
 
     def ask(self, client: int, action: str, content: RecordDict) -> Message:

@@ -189,9 +189,7 @@ def test_nothing_is_combined_when_a_client_that_shares_the_noise_is_missing(tmp_
     shared = {"name": "random_projection", "epsilon": 1.0, "delta": 1e-3, "shared_among": 4}
     wanted = scenario(defenses={"none": [shared, "aggregate"]})
     here = workload(wanted)
-    job = FederationJob(
-        scenario=wanted.model_dump_json(), stack="none", out=str(tmp_path), threads=1
-    )
+    job = FederationJob(scenario=wanted.model_dump_json(), stack="none", out=str(tmp_path))
     honest = client_app.build(job, here)
 
     def faulty(message: Message, context: Context) -> Message:

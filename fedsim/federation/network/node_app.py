@@ -154,9 +154,7 @@ class NodeApp:
         workload = self._workload(scenario, stack, client, of_all)
         # Last of all checks, so that a run that is refused pins nothing.
         pin_run(self._home, run, stack, *pins)
-        job = client_app.FederationJob(
-            scenario=written, stack=stack, out=str(folder), threads=scenario.threads
-        )
+        job = client_app.FederationJob(scenario=written, stack=stack, out=str(folder))
         sum_identity = self._sum_identity(workload, run)
         return client_app.build(job, workload, sum_identity, on_release=self._releases.count)
 
