@@ -302,9 +302,11 @@ class _Tape:
     def record(self, sent: _Sent, message_id: str, reply: Message) -> None:
         with self._counting_failures():
             if not reply.has_content():
-                return self._leave_out("a client answered with an error")
+                self._leave_out("a client answered with an error")
+                return
             if reply.metadata.src_node_id != sent.node_id:
-                return self._leave_out("another node answered than was asked")
+                self._leave_out("another node answered than was asked")
+                return
             content = _content_of(_model(reply.content, sent.key)[1])
             metrics = _read_told(reply.content)
             self._later(partial(self._save_reply, sent, message_id, content, metrics), content)
