@@ -164,7 +164,10 @@ class _App:
     """Facts known of the app whose recording is attacked: its model, normalization and training."""
 
     def __init__(self, model: nn.Module | str, tape: _TappedRun, asked: AssessSettings) -> None:
-        self.title = _slug(asked.name or _package_of(model))
+        # The top-level package of the model's class, or of the name that says where it is.
+        module = model.partition(":")[0] if isinstance(model, str) else type(model).__module__
+        title = re.sub(r"[^A-Za-z0-9_+-]+", "-", asked.name or module.partition(".")[0])
+        self.title = title.strip("-.+_")[:64] or "app"
         self.model = model if isinstance(model, nn.Module) else built_model(model)
         if type(self.model).__module__ == "__main__":
             raise FedsimError(
@@ -456,11 +459,6 @@ def _join_values(values: Sequence[float]) -> str:
     return ",".join(map(str, values))
 
 
-def _slug(name: str) -> str:
-    """Returns `name` as a file may be called, of at most 64 characters; `app` if none is left."""
-    return re.sub(r"[^A-Za-z0-9_+-]+", "-", name).strip("-.+_")[:64] or "app"
-
-
 _CALL = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(?P<call>\(.*\))?", re.S)
 
 
@@ -523,9 +521,3 @@ def _classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
     finally:
         for part, was_training in modes:
             part.training = was_training
-
-
-def _package_of(model: nn.Module | str) -> str:
-    """Returns the top-level package of the model's class, or of the name that says where it is."""
-    module = model.partition(":")[0] if isinstance(model, str) else type(model).__module__
-    return module.partition(".")[0]

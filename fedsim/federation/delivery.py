@@ -226,8 +226,10 @@ class Nodes:
 def answer_census(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -> RecordDict:
     """Returns the content of a node's answer: its examples, and why nothing can be claimed."""
     said = json.dumps({unit: list(reasons) for unit, reasons in statistics.items()})
-    told = {"version": wire.VERSION, wire.CLIENT: client, "held": held, "statistics": said}
-    return RecordDict({wire.CONFIG: ConfigRecord(told)})
+    told = ConfigRecord(
+        {"version": wire.VERSION, wire.CLIENT: client, "held": held, "statistics": said}
+    )
+    return RecordDict({wire.CONFIG: told})
 
 
 def take_census(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
