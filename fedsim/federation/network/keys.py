@@ -47,24 +47,40 @@ def _make_certificates(hosts: Sequence[str], *, days: int) -> dict[str, bytes]:
     # The authority's own key is forgotten, so that nobody can vouch for another server with it.
     ca_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     ca_name, server_name = _name("fedsim throw-away authority"), _name("fedsim server")
-    ca = (
-        _builder(ca_name, ca_name, ca_key.public_key(), ca_key.public_key(), days)
-        # The authority may sign servers' certificates, but no further authority.
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
-        .sign(ca_key, hashes.SHA256())
-    )
-    server = (
-        _builder(server_name, ca_name, server_key.public_key(), ca_key.public_key(), days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False)
-        .sign(ca_key, hashes.SHA256())
+    now = datetime.now(UTC)
+
+    def signed(
+        subject: x509.Name,
+        key: ec.EllipticCurvePublicKey,
+        critical: Sequence[x509.ExtensionType],
+        more: Sequence[x509.ExtensionType] = (),
+    ) -> bytes:
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(ca_name)
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - _CLOCK_SKEW)
+            .not_valid_after(now + timedelta(days=days))
+        )
+        authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+        for extension in (x509.SubjectKeyIdentifier.from_public_key(key), authority, *more):
+            builder = builder.add_extension(extension, critical=False)
+        for extension in critical:
+            builder = builder.add_extension(extension, critical=True)
+        return builder.sign(ca_key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+    # The authority may sign servers' certificates, but no further authority.
+    vouches = x509.BasicConstraints(ca=True, path_length=0), _usage(signs_certificates=True)
+    serves = x509.BasicConstraints(ca=False, path_length=None), _usage(signs_certificates=False)
+    named = (
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+        x509.SubjectAlternativeName([_host(host) for host in hosts]),
     )
     return {
-        "ca.crt": ca.public_bytes(Encoding.PEM),
-        "server.crt": server.public_bytes(Encoding.PEM),
+        "ca.crt": signed(ca_name, ca_key.public_key(), vouches),
+        "server.crt": signed(server_name, server_key.public_key(), serves, named),
         "server.key": _private(server_key, PrivateFormat.PKCS8),
     }
 
@@ -74,29 +90,6 @@ def _make_node_key() -> tuple[bytes, bytes]:
     key = ec.generate_private_key(ec.SECP384R1())
     line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     return _private(key, PrivateFormat.OpenSSH), line + b"\n"
-
-
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePublicKey,
-    issuer_key: ec.EllipticCurvePublicKey,
-    days: int,
-) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCK_SKEW)
-        .not_valid_after(now + timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False
-        )
-    )
 
 
 def _usage(*, signs_certificates: bool) -> x509.KeyUsage:

@@ -6,10 +6,9 @@ import http.client
 import socket
 import ssl
 import time
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from io import BytesIO
 from pathlib import Path
 
 from fedsim.system import addresses, paths
@@ -22,7 +21,6 @@ SCENARIO = "scenario"
 _REACH_SECONDS = 4.0
 # An HTTP server answers this in plain text; a TLS server takes it for no beginning of TLS.
 _HELLO = b"GET / HTTP/1.0\r\n\r\n"
-_HEAD_BYTES = 16 * 1024
 # A clock that is further ahead or behind makes signatures that Flower does not take.
 _AHEAD_SECONDS, _BEHIND_SECONDS = 5.0, 300.0
 
@@ -72,15 +70,17 @@ def clock_error(address: str, roots: Path | None) -> str:
     """Returns a text on how far this machine's clock is off the server's; empty if close enough."""
     host, port = addresses.split(address)
     try:
-        with ExitStack() as stack:
-            stream = stack.enter_context(socket.create_connection((host, port), _REACH_SECONDS))
-            if roots is not None:
-                tls = _trusting(roots).wrap_socket(stream, server_hostname=host)
-                stream = stack.enter_context(tls)
-            stream.sendall(_HELLO)
+        connection = http.client.HTTPConnection(host, port, timeout=_REACH_SECONDS)
+        if roots is not None:
+            context = _trusting(roots)
+            connection = http.client.HTTPSConnection(
+                host, port, timeout=_REACH_SECONDS, context=context
+            )
+        with closing(connection):
+            connection.request("GET", "/")
             # Any answer will do: every HTTP server dates its answers.
-            head = http.client.parse_headers(BytesIO(_head_of(stream)))
-            ahead = time.time() - parsedate_to_datetime(head["date"] or "").timestamp()
+            dated = connection.getresponse().headers["date"] or ""
+        ahead = time.time() - parsedate_to_datetime(dated).timestamp()
     except (OSError, ValueError, TypeError, FedsimError, http.client.HTTPException):
         return ""
     if -_BEHIND_SECONDS < ahead < _AHEAD_SECONDS:
@@ -90,16 +90,6 @@ def clock_error(address: str, roots: Path | None) -> str:
         f"this machine's clock is {abs(ahead):.0f} s {where} the server's, which so takes no "
         "signature of it; set the clock"
     )
-
-
-def _head_of(stream: socket.socket) -> bytes:
-    """Reads the headers of an answer, without its first line; at most 20 KiB."""
-    answer = b""
-    while b"\r\n\r\n" not in answer and len(answer) < _HEAD_BYTES:
-        if not (more := stream.recv(4096)):
-            break
-        answer += more
-    return answer.partition(b"\r\n")[2]
 
 
 def _refuse_tls(plain: socket.socket, address: str) -> None:
