@@ -26,109 +26,8 @@ def _server() -> Iterator[None]:
         yield
 
 
-def app(numbers: dict[int, int]) -> ClientApp:
-    """Nodes that say which client they are."""
-    made = ClientApp()
-
-    @made.query(wire.IDENTIFY)
-    def identify(message: Message, context: Context) -> Message:
-        return Message(wire.identity(numbers[context.node_id]), reply_to=message)
-
-    return made
-
-
-class Moving(LocalGrid):
-    """A grid whose nodes come and go."""
-
-    def __init__(self, numbers: dict[int, int], nodes: Iterable[int]) -> None:
-        super().__init__(app(numbers), 9, 60.0)
-        self.there = list(nodes)
-        self.greeted: list[int] = []
-
-    def get_node_ids(self) -> Iterable[int]:
-        return list(self.there)
-
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        (message,) = messages
-        node = message.metadata.dst_node_id
-        self.greeted.append(node)
-        return super().push_messages([message]) if node in self.there else [""]
-
-
-@pytest.mark.parametrize("nothing", [[], [""], [None]])
-def test_a_message_that_no_node_takes_is_late(nothing: list[str]) -> None:
-    class Gone(LocalGrid):
-        def push_messages(self, messages: Iterable[Message]) -> list[str]:
-            return nothing
-
-    messages = [Message(RecordDict(), node, "query") for node in (2, 3)]
-    found = list(exchange(Gone(ClientApp(), 3, 60.0), messages, timeout=5.0))
-    assert found == [(0, None), (1, None)]
-
-
-def test_replies_are_fetched_one_at_a_time() -> None:
-    asked: list[int] = []
-
-    class Counting(LocalGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-            ids = list(message_ids)
-            asked.append(len(ids))
-            return super().pull_messages(ids)
-
-    grid = Counting(app({2: 0, 3: 1, 4: 2}), 3, 60.0)
-    greeting = wire.greeting(0)
-    messages = [Message(greeting, node, f"query.{wire.IDENTIFY}") for node in (2, 3, 4)]
-    assert len(list(exchange(grid, messages, timeout=5.0))) == 3
-    assert asked == [1, 1, 1]
-
-
-def test_an_order_is_void_when_its_answer_would_be_late() -> None:
-    grid = LocalGrid(app({2: 0}), 1, 60.0)
-    message = Message(wire.greeting(0), 2, f"query.{wire.IDENTIFY}")
-    ((_, reply),) = exchange(grid, [message], timeout=5.0, expire_after=7.0)
-    assert message.metadata.ttl == 7.0 and reply is not None
-
-
-def test_a_node_that_comes_back_as_another_is_the_same_client() -> None:
-    grid = Moving({2: 0, 3: 1, 4: 1}, [2, 3])
-    nodes = Nodes(grid, 2)
-    nodes.gather(0)
-    grid.there = [2, 4]
-    assert nodes.refresh(1) == []
-    assert nodes.by_client == {0: 2, 1: 4}
-    grid.greeted.clear()
-    assert nodes.refresh(2) == [] and grid.greeted == []  # nobody is new
-
-
-def test_who_claims_a_client_whose_node_answers_is_not_let_in() -> None:
-    grid = Moving({2: 0, 3: 1, 4: 1, 5: 7}, [2, 3])
-    nodes = Nodes(grid, 2)
-    nodes.gather(0)
-    grid.there = [2, 3, 4, 5]
-    refused = nodes.refresh(1)
-    assert nodes.by_client == {0: 2, 1: 3}
-    assert "client 1 has a node already" in refused[0] and "client 7 is none" in refused[1]
-
-
-def test_a_node_that_is_not_ready_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "_RETURN_SECONDS", 0.1)
-    grid = Moving({2: 0, 3: 1}, [2, 3])
-    nodes = Nodes(grid, 2)
-    nodes.gather(0)
-    grid.there = [2, 6]  # of which nothing is known, so that its answer is an error
-    assert nodes.refresh(1) == [] and nodes.by_client == {0: 2, 1: 3}
-    grid.greeted.clear()
-    nodes.refresh(2)
-    assert grid.greeted == [6]
-
-
-def test_two_nodes_of_one_client_are_refused() -> None:
-    with pytest.raises(FedsimError, match="two nodes say that they are client 0"):
-        Nodes(Moving({2: 0, 3: 0}, [2, 3]), 2).gather(0)
-
-
 class Answers:
-    """A grid of two nodes that answers each message at once, as `reply` says."""
+    """A grid of `nodes` that answers each message at once, as `reply` says."""
 
     def __init__(self, reply: Callable[[Message], Message | None], nodes: Iterable[int]) -> None:
         self.reply, self.nodes = reply, list(nodes)
@@ -142,7 +41,7 @@ class Answers:
         (message,) = messages
         self.asked.append(message.metadata.dst_node_id)
         self._sent[str(len(self.asked))] = message
-        return [str(len(self.asked))]
+        return [str(len(self.asked)) if self.asked[-1] in self.nodes else ""]
 
     def pull_messages(self, identifiers: Iterable[str]) -> list[Message]:
         replies = [self.reply(self._sent[name]) for name in identifiers]
@@ -157,8 +56,80 @@ def failure(code: int, to: Message) -> Message:
     return Message(Error(code=code, reason="why"), reply_to=to)
 
 
-def named(message: Message) -> Message:
-    return Message(wire.identity(message.metadata.dst_node_id - 10), reply_to=message)
+def identified(numbers: dict[int, int], nodes: Iterable[int]) -> Answers:
+    """Nodes that say which client they are; others fail."""
+
+    def reply(message: Message) -> Message:
+        number = numbers.get(message.metadata.dst_node_id)
+        if number is None:
+            return failure(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, message)
+        return Message(wire.identity(number), reply_to=message)
+
+    return Answers(reply, nodes)
+
+
+@pytest.mark.parametrize("nothing", [[], [""], [None]])
+def test_a_message_that_no_node_takes_is_late(nothing: list[str]) -> None:
+    class Gone(LocalGrid):
+        def push_messages(self, messages: Iterable[Message]) -> list[str]:
+            return nothing
+
+    messages = [Message(RecordDict(), node, "query") for node in (2, 3)]
+    found = list(exchange(Gone(ClientApp(), 3, 60.0), messages, timeout=5.0))
+    assert found == [(0, None), (1, None)]
+
+
+def test_replies_are_fetched_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, fetched = identified({2: 0, 3: 1, 4: 2}, [2, 3, 4]), list[int]()
+    pull = answers.pull_messages
+
+    def counted(identifiers: Iterable[str]) -> list[Message]:
+        fetched.append(len(list(identifiers)))
+        return pull(identifiers)
+
+    monkeypatch.setattr(answers, "pull_messages", counted)
+    sent = [Message(wire.greeting(0), node, "query") for node in (2, 3, 4)]
+    assert len(list(exchange(answers.grid, sent, timeout=5.0, expire_after=7.0))) == 3
+    assert fetched == [1, 1, 1]
+    assert {message.metadata.ttl for message in sent} == {7.0}, "void when it would be late"
+
+
+def test_a_node_that_comes_back_as_another_is_the_same_client() -> None:
+    moving = identified({2: 0, 3: 1, 4: 1}, [2, 3])
+    nodes = Nodes(moving.grid, 2)
+    nodes.gather(0)
+    moving.nodes = [2, 4]
+    assert nodes.refresh(1) == []
+    assert nodes.by_client == {0: 2, 1: 4}
+    moving.asked.clear()
+    assert nodes.refresh(2) == [] and moving.asked == []  # nobody is new
+
+
+def test_who_claims_a_client_whose_node_answers_is_not_let_in() -> None:
+    moving = identified({2: 0, 3: 1, 4: 1, 5: 7}, [2, 3])
+    nodes = Nodes(moving.grid, 2)
+    nodes.gather(0)
+    moving.nodes = [2, 3, 4, 5]
+    refused = nodes.refresh(1)
+    assert nodes.by_client == {0: 2, 1: 3}
+    assert "client 1 has a node already" in refused[0] and "client 7 is none" in refused[1]
+
+
+def test_a_node_that_is_not_ready_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "_RETURN_SECONDS", 0.1)
+    moving = identified({2: 0, 3: 1}, [2, 3])
+    nodes = Nodes(moving.grid, 2)
+    nodes.gather(0)
+    moving.nodes = [2, 6]  # of which nothing is known, so that its answer is an error
+    assert nodes.refresh(1) == [] and nodes.by_client == {0: 2, 1: 3}
+    moving.asked.clear()
+    nodes.refresh(2)
+    assert moving.asked == [6]
+
+
+def test_two_nodes_of_one_client_are_refused() -> None:
+    with pytest.raises(FedsimError, match="two nodes say that they are client 0"):
+        Nodes(identified({2: 0, 3: 0}, [2, 3]).grid, 2).gather(0)
 
 
 def test_a_node_that_is_gone_is_late_without_being_waited_for() -> None:
@@ -168,11 +139,12 @@ def test_a_node_that_is_gone_is_late_without_being_waited_for() -> None:
 
 
 def test_who_is_gone_before_it_answers_is_asked_again() -> None:
-    def reply(message: Message) -> Message:
+    def reply(message: Message) -> Message | None:
         if message.metadata.dst_node_id == 11 and answers.asked.count(11) < 3:
             return failure(ErrorCode.NODE_UNAVAILABLE, message)
-        return named(message)
+        return named.reply(message)
 
+    named = identified({10: 0, 11: 1}, [])
     answers = Answers(reply, [10, 11])
     nodes = Nodes(answers.grid, 2, patience=60)
     nodes.gather(0)
@@ -187,7 +159,7 @@ def test_a_node_that_refuses_is_not_asked_again() -> None:
 
 
 def test_too_few_nodes_are_waited_for_only_so_long() -> None:
-    answers = Answers(named, [10])
+    answers = identified({10: 0}, [10])
     told: list[int] = []
     with pytest.raises(FedsimError, match="1 node of 2 came in 0 s, and 0 answered"):
         list(_roll_call(answers.grid, 2, RecordDict(), "identify", 0.2, told.append))
