@@ -362,9 +362,8 @@ class _SumAnswers:
                 f"round {round} is past the scenario's last ({workload.scenario.training.rounds})"
             )
         state = ClientState(self._own.out, workload.stack_name, number)
-        sum_identity = self._given or _simulate_identity(
-            workload.scenario.seed, workload.scenario.data.clients, number
-        )
+        seed, clients = workload.scenario.seed, workload.scenario.data.clients
+        sum_identity = self._given or _simulate_identities(seed, clients)[number]
 
         def keep(memory: Memory) -> None:
             state.save_sum(round, asdict(memory))
@@ -396,18 +395,10 @@ class _Sum:
         return Message(messages.table(self.round, entries), reply_to=message)
 
 
-def _simulate_identity(seed: int, clients: int, number: int) -> SumIdentity:
-    # Each client knows all public keys, as the owners of real nodes exchange them beforehand.
-    keys = _signing_keys(seed, clients)
-    peers = {one: key.public_key().public_bytes_raw() for one, key in enumerate(keys)}
-    return SumIdentity(identity=Identity(key=keys[number], peers=peers), fresh=False)
-
-
 @lru_cache(maxsize=1)
-def _signing_keys(seed: int, clients: int) -> list[Ed25519PrivateKey]:
-    return [
-        Ed25519PrivateKey.from_private_bytes(
-            rng.generator(seed, "signing", client).keystream(SECRET)
-        )
-        for client in range(clients)
-    ]
+def _simulate_identities(seed: int, clients: int) -> list[SumIdentity]:
+    # Each client knows all public keys, as the owners of real nodes exchange them beforehand.
+    streams = [rng.generator(seed, "signing", client) for client in range(clients)]
+    keys = [Ed25519PrivateKey.from_private_bytes(each.keystream(SECRET)) for each in streams]
+    peers = {one: key.public_key().public_bytes_raw() for one, key in enumerate(keys)}
+    return [SumIdentity(identity=Identity(key=key, peers=peers), fresh=False) for key in keys]

@@ -49,7 +49,7 @@ def _make_certificates(hosts: Sequence[str], *, days: int) -> dict[str, bytes]:
     ca_name, server_name = _name("fedsim throw-away authority"), _name("fedsim server")
     now = datetime.now(UTC)
 
-    def signed(
+    def sign(
         subject: x509.Name,
         key: ec.EllipticCurvePublicKey,
         critical: Sequence[x509.ExtensionType],
@@ -79,8 +79,8 @@ def _make_certificates(hosts: Sequence[str], *, days: int) -> dict[str, bytes]:
         x509.SubjectAlternativeName([_host(host) for host in hosts]),
     )
     return {
-        "ca.crt": signed(ca_name, ca_key.public_key(), vouches),
-        "server.crt": signed(server_name, server_key.public_key(), serves, named),
+        "ca.crt": sign(ca_name, ca_key.public_key(), vouches),
+        "server.crt": sign(server_name, server_key.public_key(), serves, named),
         "server.key": _private(server_key, PrivateFormat.PKCS8),
     }
 

@@ -72,7 +72,8 @@ def federation(
         make_keys(keys, nodes, [_HOST, "localhost"], days=2)
         runner, guard = keys / "runner", keys / "gate"
         port = free_port()
-        watched = until_the_end.enter_context(_Watched.running())
+        watched = _Watched()
+        until_the_end.callback(watched.stop)
         link = watched.add(lambda: superlink(keys / "superlink", port, logs / "superlink.log"))
         link().await_port(port)
         reached = Link(
@@ -126,25 +127,17 @@ class _Watched:
         self._children: list[Child] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="network", daemon=True)
+        self._thread.start()
 
-    @classmethod
-    @contextmanager
-    def running(cls) -> Iterator[_Watched]:
-        watched = cls()
-        watched._thread.start()
-        try:
-            yield watched
-        finally:
-            watched._stop.set()
-            # The watcher ends first: otherwise it would start again what is stopped here.
-            watched._thread.join()
-            stopping = [
-                threading.Thread(target=child.stop) for child in reversed(watched._children)
-            ]
-            for thread in stopping:
-                thread.start()
-            for thread in stopping:
-                thread.join()
+    def stop(self) -> None:
+        self._stop.set()
+        # The watcher ends first: otherwise it would start again what is stopped here.
+        self._thread.join()
+        stopping = [threading.Thread(target=child.stop) for child in reversed(self._children)]
+        for thread in stopping:
+            thread.start()
+        for thread in stopping:
+            thread.join()
 
     def add(self, start: Callable[[], Child]) -> Callable[[], Child]:
         """Calls `start` now and whenever the program that it started has ended."""
