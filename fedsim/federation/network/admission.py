@@ -101,7 +101,7 @@ def length(headers: Mapping[bytes, bytes]) -> int:
     return int(headers[b"content-length"])
 
 
-def passed_on(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+def select_headers(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
     """Returns those of a client's `headers` that the gate passes on to the SuperLink."""
     return [
         (name, value)

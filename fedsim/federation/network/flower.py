@@ -2,7 +2,7 @@
 
 Flower starts a process for each message, which imports torch and loads the data again; and it runs
 the code of the bundle that a run brings. Here a process that lasts executes the tasks with the
-*installed* fedsim: `serving` for a node, `server_app` for the run. The bundle holds no code.
+*installed* fedsim: `answer_tasks` for a node, `server_app` for the run. The bundle holds no code.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def server_app(
                 close()
 
 
-def serving(
+def answer_tasks(
     runtime: str,
     secret: bytes,
     answer: Callable[[Message, Context], Message],

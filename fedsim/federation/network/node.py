@@ -204,9 +204,9 @@ def _serve(child: Child, runtime: str, secret: bytes, app: NodeApp, stop: thread
             stop.wait(0.2)
         ended.set()
 
-    # A thread of its own, since `serving` is busy while it computes an answer.
+    # A thread of its own, since `answer_tasks` is busy while it computes an answer.
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     while not ended.is_set():
-        flower.serving(runtime, secret, app, ended)
+        flower.answer_tasks(runtime, secret, app, ended)
     watcher.join()

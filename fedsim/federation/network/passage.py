@@ -23,7 +23,7 @@ from fedsim.federation.network.admission import (
     Signatures,
     check_replies,
     length,
-    passed_on,
+    select_headers,
     vet,
 )
 from fedsim.system import addresses
@@ -204,7 +204,7 @@ class Passage:
         self, inner: Side, target: bytes, headers: dict[bytes, bytes], patience: _Patience
     ) -> None:
         host = (b"host", self._superlink.address.encode())
-        head = h11.Request(method=b"POST", target=target, headers=[host, *passed_on(headers)])
+        head = h11.Request(method=b"POST", target=target, headers=[host, *select_headers(headers)])
         await _of_superlink(inner.send(head))
         body = self._body(patience)
         async for data in _check_whole(body) if target == REPLIES else body:

@@ -27,6 +27,7 @@ from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
 from fedsim.words import nearest, number_of
 
+_Stacks = list[list[dict[str, Any]]]
 # Groups of plugins that a node runs.
 _GROUPS = ["fedsim.learners", "fedsim.models", "fedsim.defenses"]
 
@@ -36,7 +37,7 @@ class Policy(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    stacks: list[list[dict[str, Any]]] | None = None
+    stacks: _Stacks | None = None
     """Stacks of defenses behind which the node answers, written as in a scenario; None: any.
 
     Parameters that are left out have their defaults. Behind a listed stack that is not empty, no
@@ -58,7 +59,7 @@ class Policy(BaseModel):
 
     @field_validator("stacks")
     @classmethod
-    def _built(cls, stacks: list[list[dict[str, Any]]] | None) -> list[list[dict[str, Any]]] | None:
+    def _check_stacks(cls, stacks: _Stacks | None) -> _Stacks | None:
         for stack in stacks or []:
             try:
                 if any(one.delta is None for one in asked_epsilons(_stack(stack))):

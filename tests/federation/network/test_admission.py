@@ -26,7 +26,7 @@ from fedsim.federation.network.admission import (
     Refusal,
     Signatures,
     check_replies,
-    passed_on,
+    select_headers,
     vet,
 )
 
@@ -130,7 +130,7 @@ def test_an_announcement_of_replies_is_small() -> None:
 def test_the_superlink_sees_few_headers() -> None:
     given = [(b"content-length", b"3"), (b"flwr-timestamp", b"t"), (b"x-forwarded-for", b"y")]
     headers = vet(request(headers=[*given, (b"cookie", b"z")]), BODY_LIMIT)
-    assert dict(passed_on(headers)) == {b"content-length": b"3", b"flwr-timestamp": b"t"}
+    assert dict(select_headers(headers)) == {b"content-length": b"3", b"flwr-timestamp": b"t"}
 
 
 def test_a_signature_passes_once_however_it_is_written() -> None:
