@@ -18,7 +18,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.common.serde import message_from_proto
 from flwr.common.serde_utils import metadata_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.serverapp import Grid
+from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -141,12 +141,17 @@ def train(job: client_app.FederationJob, server: Server, on_round: server_app.On
     workload = server if isinstance(server, Workload) else job.workload()
     scenario, clients = workload.scenario, client_app.build(job, workload)
     grid = LocalGrid(clients, scenario.data.clients, scenario.federation.timeout)
+    run_server(server_app.build(workload.server(), Path(job.out), on_round), grid)
+
+
+def run_server(server_app: ServerApp, grid: Grid) -> None:
+    """Runs the ServerApp to its end in this process; `grid` carries messages to its clients."""
     keep_freed()  # each message is made of the same large pieces as the one before
     context = Context(
         run_id=_RUN_ID, node_id=SUPERLINK_NODE_ID, node_config={}, state=RecordDict(), run_config={}
     )
     with identity():
-        server_app.build(workload.server(), Path(job.out), on_round)(grid, context)
+        server_app(grid, context)
 
 
 @contextmanager
