@@ -22,6 +22,7 @@ from flwr.serverapp.strategy import (
 )
 from flwr.supercore.privacy_accounting import NeighboringRelation, PrivacyConfig, SamplingMethod
 from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
+from torch import Tensor
 
 import fedsim
 from fedsim.assessment.clients import Picked
@@ -146,13 +147,15 @@ def exchanges(
     return read_exchanges(run_folder(folder))
 
 
-def noise_of(strategy: Any, folder: Path, weights: list[list[float]], mods: Any = None) -> Any:
-    found = exchanges(folder, weights)
+def noise_of(
+    strategy: Any, folder: Path, weights: list[list[float]], mods: Any = None, **more: Tensor
+) -> Any:
+    found = exchanges(folder, weights, {"w": torch.zeros(4), **more})
     return _read_server_noise(_list_strategies(strategy), found, mods=mods, delta=1e-5)
 
 
 def test_a_heavier_client_has_less_protection(tmp_path: Path) -> None:
-    strategy = DifferentialPrivacyServerSideFixedClipping(FedAvg(), 4.0, 1.0, 2)
+    strategy = SERVER(FedAvg(), 4.0, 1.0, 2)
     noise = noise_of(strategy, tmp_path, [[1, 3], [3, 1], [1, 3]])
     # Node 1 has 3/4 of the mean twice and 1/4 once: n times its weights are 1.5, 0.5 and 1.5.
     multiplier = 4 / math.sqrt(1.5**2 + 0.5**2 + 1.5**2)
@@ -198,42 +201,37 @@ class Doubling(FedAvg):
     """Moves the model by more than the mean of the updates."""
 
 
+SERVER, CLIENT = (
+    DifferentialPrivacyServerSideFixedClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+)
+BEHIND = [describe_part(own_mod), describe_part(fixedclipping_mod)]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "weights", "mods", "reason"),
+    ("strategy", "weights", "mods", "more", "reason"),
     [
-        (DifferentialPrivacyServerSideFixedClipping(Doubling(), 1, 1, 1), [[1]], None, "inside"),
-        (DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0, 1, 1), [[1]], None, "no noise"),
-        (DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1, 1, 2), [[1]], None, "recorded"),
-        (DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1, 1, 1), [[0]], None, "weighted"),
-        (DifferentialPrivacyClientSideFixedClipping(FedAvg(), 1, 1, 1), [[1]], None, "not known"),
-        (DifferentialPrivacyClientSideFixedClipping(FedAvg(), 1, 1, 1), [[1]], [], "do not clip"),
-        (
-            DifferentialPrivacyClientSideFixedClipping(FedAvg(), 1, 1, 1),
-            [[1]],
-            [describe_part(own_mod), describe_part(fixedclipping_mod)],
-            "do not clip",
-        ),
+        (SERVER(Doubling(), 1, 1, 1), [[1]], None, {}, "inside"),
+        (SERVER(FedAvg(), 0, 1, 1), [[1]], None, {}, "no noise"),
+        (SERVER(FedAvg(), 1, 1, 2), [[1]], None, {}, "recorded"),
+        (SERVER(FedAvg(), 1, 1, 1), [[0]], None, {}, "weighted"),
+        (CLIENT(FedAvg(), 1, 1, 1), [[1]], None, {}, "not known"),
+        (CLIENT(FedAvg(), 1, 1, 1), [[1]], [], {}, "do not clip"),
+        (CLIENT(FedAvg(), 1, 1, 1), [[1]], BEHIND, {}, "do not clip"),
+        (SERVER(FedAvg(), 1, 1, 1), [[1]], None, {"n": torch.zeros(())}, "single number"),
+        (SERVER(FedAvg(), 1, 1, 1), [[1]], None, {"n": torch.tensor([0])}, "floating-point"),
     ],
 )
 def test_the_servers_noise_is_not_accounted_unless_it_is_proven(
-    strategy: Any, weights: list[list[float]], mods: Any, reason: str, tmp_path: Path
+    strategy: Any,
+    weights: list[list[float]],
+    mods: Any,
+    more: dict[str, Tensor],
+    reason: str,
+    tmp_path: Path,
 ) -> None:
-    noise = noise_of(strategy, tmp_path, weights, mods)
+    noise = noise_of(strategy, tmp_path, weights, mods, **more)
     assert noise.epsilon == math.inf
-    assert reason in noise.text
-
-
-@pytest.mark.parametrize(
-    ("tensor", "reason"),
-    [(torch.zeros(()), "single number"), (torch.zeros(2, dtype=torch.int64), "floating-point")],
-)
-def test_the_servers_noise_is_not_accounted_of_tensors_it_does_not_clip(
-    tensor: torch.Tensor, reason: str, tmp_path: Path
-) -> None:
-    strategy = DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 1)
-    found = exchanges(tmp_path, [[1]], {"w": torch.zeros(4), "n": tensor})
-    noise = _read_server_noise(_list_strategies(strategy), found, mods=None, delta=1e-5)
-    assert noise and noise.epsilon == math.inf
     assert reason in noise.text
 
 
