@@ -132,9 +132,10 @@ class Examples:
 def guesser_of(
     said: Mapping[str, Testimony], picked: Sequence[Picked], examples: Examples
 ) -> tuple[scoring.Guesser, bool]:
-    """Learns the zero-information guess from clients that are not `picked`; returns if it could.
+    """Returns the zero-information guess, and whether it is learned from others than the `picked`.
 
-    Without any others it is learned from the victims' own images.
+    If no other client is among `said` (what witnesses saw, by message id), it is learned from the
+    victims' own images, which `examples` reads.
     """
     victims = {each.exchange.node_id for each in picked}
     # One testimony per client, so that its images do not count once for each round.

@@ -207,7 +207,7 @@ class Nodes:
 
     @property
     def by_client(self) -> Mapping[int, int]:
-        """Node id by client number; a later `refresh` may change it."""
+        """Node id by client number, of all clients after `gather`; `refresh` may change it."""
         return self._of
 
     def _answers(self, node: int, done: int) -> bool:
@@ -224,7 +224,11 @@ class Nodes:
 
 
 def answer_census(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -> RecordDict:
-    """Returns the content of a node's answer: its examples, and why nothing can be claimed."""
+    """Returns the content of the answer of `client` to a census.
+
+    `held` is its number of examples, and `statistics` says by privacy unit, in words, why nothing
+    can be claimed of its data.
+    """
     said = json.dumps({unit: list(reasons) for unit, reasons in statistics.items()})
     told = ConfigRecord(
         {"version": wire.VERSION, wire.CLIENT: client, "held": held, "statistics": said}

@@ -37,8 +37,11 @@ class FlowerEngine(Engine):
     ) -> None:
         """Trains the rounds of `job` that come after its last checkpoint.
 
-        `server` is a `Workload` unless the engine is remote. `on_round` is called after each round
-        with its record. `link` is the way to nodes on other machines; else None.
+        Args:
+            job: Description of the training for processes of the engine.
+            server: What the server knows; a `Workload` unless the engine is remote.
+            on_round: Called after each round with its record, before a checkpoint is written.
+            link: Way to nodes on other machines; else None.
         """
 
     def clients_of(
@@ -46,9 +49,13 @@ class FlowerEngine(Engine):
     ) -> Deployed | None:
         """Returns what is known of clients on other machines; `Deployed.save` keeps it in `out`.
 
-        The result is None if the clients are in this machine's processes, as by default. Nodes are
-        asked by `link`; without it, an earlier answer is read from the run's folder `out`.
-        `on_wait` is called with the number of connected nodes while more have to connect.
+        The result is None if the clients are in this machine's processes, as by default.
+
+        Args:
+            scenario: The scenario.
+            out: The run's folder.
+            link: Way to ask the nodes; None reads an earlier answer from `out`.
+            on_wait: Called with the number of connected nodes while more have to connect.
         """
         if link is not None:
             raise FedsimError("--superlink: this engine has no nodes elsewhere; leave it out")

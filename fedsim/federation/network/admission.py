@@ -75,7 +75,10 @@ class _Signature:
 
 
 def vet(request: h11.Request, body_limit: int) -> dict[bytes, bytes]:
-    """Returns the headers of a request that passes, by name; content-length is among them."""
+    """Returns the headers of a request that passes, by name; content-length is among them.
+
+    Any other request, or one with a body of more than `body_limit` bytes, raises a `Refusal`.
+    """
     headers = dict(request.headers)
     if not _FLEET.fullmatch(request.target):
         raise Refusal(404, "not the Fleet API")
@@ -142,7 +145,10 @@ class Signatures:
         self._held: Counter[bytes] = Counter()  # bytes of announcements, by key
 
     def claim(self, headers: Mapping[bytes, bytes]) -> _Signature:
-        """Returns the signature among `headers` (as of `vet`), and marks it as used."""
+        """Returns the signature among `headers` (as of `vet`), and marks it as used.
+
+        One that is missing, invalid, outside its time or used before raises a `Refusal`.
+        """
         signature, signed_at = _verify(headers)
         now = time.time()
         if not -_NEWEST_SECONDS < now - signed_at < _OLDEST_SECONDS:

@@ -67,7 +67,11 @@ def check(address: str, roots: Path | None) -> None:
 
 
 def clock_error(address: str, roots: Path | None) -> str:
-    """Returns a text on how far this machine's clock is off the server's; empty if close enough."""
+    """Returns a text on how far this machine's clock is off the server's at `address`, HOST:PORT.
+
+    It is empty if the clocks are close enough, or the server does not answer. `roots` is the file
+    of certificates that vouch for the server; None for no TLS.
+    """
     host, port = addresses.split(address)
     try:
         connection = http.client.HTTPConnection(host, port, timeout=_REACH_SECONDS)

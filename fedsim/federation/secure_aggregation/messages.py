@@ -36,7 +36,10 @@ _MOST = 1_000_000
 
 
 def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) -> RecordDict:
-    """Returns the content of a message of `round`: bytes by client, and `lists` of clients."""
+    """Returns the content of a message of `round`: `entries`, bytes by client, and further lists.
+
+    Each of `lists` has clients' numbers; its keyword is the name by which `read_list` finds it.
+    """
     record = ConfigRecord({wire.ROUND: round})
     ordered = sorted(entries)
     record[_CLIENTS] = ordered

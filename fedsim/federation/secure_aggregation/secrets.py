@@ -143,7 +143,10 @@ def commit(seed: bytes, session: bytes) -> bytes:
 
 
 def add_mask(vector: Ring, key: bytes, sign: int) -> None:
-    """Adds the stream of `key`, which masks nothing else, to `vector`; `sign` -1 takes it off."""
+    """Adds the stream of `key`, 32 bytes, to `vector` in place; `sign` -1 takes it off.
+
+    A key must mask no second vector.
+    """
     # A counter that begins at 0 is safe, as no key masks a second vector.
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     # `update_into` demands room for one block of AES, less a byte, beyond the data.
@@ -185,13 +188,16 @@ def join_shares(shares: Sequence[bytes]) -> bytes:
 
 
 def seal(key: bytes, shares: bytes, way: bytes) -> bytes:
-    """Encrypts `shares` under `key`, which must encrypt nothing else; authenticates `way`, too."""
+    """Encrypts `shares` under a `key` of 32 bytes that must encrypt nothing else; returns a box.
+
+    `way` is authenticated with them, and needed to open the box.
+    """
     # One nonce for all is safe for the same reason: the key is of this message alone.
     return ChaCha20Poly1305(key).encrypt(bytes(12), shares, way)
 
 
 def open_box(key: bytes, box: bytes, way: bytes) -> bytes:
-    """Returns the shares that `seal` encrypted into `box`."""
+    """Returns the shares that `seal` encrypted into `box` with the same `key` and `way`."""
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(12), box, way)
     except InvalidTag as error:
