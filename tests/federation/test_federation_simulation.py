@@ -117,17 +117,3 @@ def test_a_child_ends_with_its_parent_and_takes_all_that_it_started_with_it(tmp_
     assert not scratch.exists()
     while started.exists() and started.read_text().split()[2] != "Z":
         time.sleep(0.05)
-
-
-@pytest.mark.by_hand
-def test_any_engine_goes_on_where_the_simulation_was_interrupted(tmp_path: Path) -> None:
-    def stop(record: RoundRecord) -> None:
-        if record.round == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        federate(demanding("simulation"), "topk", tmp_path / "a", resume=False, on_round=stop)
-    resumed = results(train(demanding("local"), tmp_path / "a", "topk", resume=True))
-    whole = results(train(demanding("local"), tmp_path / "b", "topk"))
-    assert resumed == whole[-len(resumed) :]
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
