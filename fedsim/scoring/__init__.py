@@ -5,12 +5,10 @@ from fedsim.contracts.metric import Metric as Metric
 from fedsim.contracts.metric import ScoringError as ScoringError
 from fedsim.contracts.metric import Term as Term
 from fedsim.contracts.metric import Unavailable as Unavailable
-from fedsim.contracts.metric import align as align
 from fedsim.contracts.target import METRICS as METRICS
 from fedsim.scoring.guess import Guesser as Guesser
 from fedsim.scoring.guess import RowGuesser as RowGuesser
 from fedsim.scoring.guess import guess_problem as guess_problem
-from fedsim.scoring.guess import mean_image as mean_image
 from fedsim.scoring.guess import near_copies as near_copies
 from fedsim.scoring.image import Backbone as Backbone
 from fedsim.scoring.image import LpipsMetric as LpipsMetric

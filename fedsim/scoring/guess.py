@@ -50,18 +50,29 @@ class Guess:
     public_per_image: float
     """Public images for each image of the guess; with granted labels, of the scarcest label."""
 
-    def answer(self, *, labels_alone: bool = False) -> Reconstruction:
-        """Returns the guess, or its `labels_alone`, as an attack's answer whose loss is NaN."""
-        return Reconstruction(
-            images=None if labels_alone else self.images,
-            labels=self.labels,
-            loss=math.nan,
-            iterations=0,
-        )
+    def answer(self) -> Reconstruction:
+        """Returns the guess, its images or rows and its labels, as an answer whose loss is NaN."""
+        return Reconstruction(images=self.images, labels=self.labels, loss=math.nan, iterations=0)
+
+
+class _PublicExamples:
+    """Holds what guesses are learned from: uint8 images (P, C, H, W), or rows (P, D)."""
+
+    def __init__(self, examples: Tensor, labels: Tensor) -> None:
+        self._examples, self._labels = examples, labels
+
+    def public(self, most: int = _POOL) -> Tensor:
+        """Returns evenly chosen uint8 images (P, C, H, W), or rows (P, D), at most `most`."""
+        # Rounded up, so that no more than `most` come out.
+        return self._examples[:: -(-len(self._examples) // most)]
+
+    def public_labels(self, most: int = _POOL) -> Tensor:
+        """Returns the labels, (P,) int64, of the examples that `public(most)` returns."""
+        return self._labels[:: -(-len(self._labels) // most)]
 
 
 @final
-class Guesser:
+class Guesser(_PublicExamples):
     """Guesses batches from public images; the same batch size and labels give the same guess.
 
     Guessers of the same images and labels are equal, so that a process learns a guess once.
@@ -77,7 +88,7 @@ class Guesser:
             stream = rng.generator(0, "guess", "pool")
             indices = torch.randperm(len(images), generator=stream)[:max_images].sort().values
             images, labels = images[indices], labels[indices]
-        self._images, self._labels = images, labels
+        super().__init__(images, labels)
         parts = b"".join(t.contiguous().numpy().tobytes() for t in (images, labels, self.mean))
         self._content = repr(images.shape), hashlib.sha256(parts).digest()
 
@@ -88,16 +99,6 @@ class Guesser:
     def __hash__(self) -> int:
         """Returns a hash of the images and labels."""
         return hash(self._content)
-
-    def public(self, max_images: int = _POOL) -> Tensor:
-        """Returns at most `max_images` public images, evenly chosen, as (P, C, H, W) uint8."""
-        # Rounded up, so that no more than `max_images` come out.
-        step = -(-len(self._images) // max_images)
-        return self._images[::step]
-
-    def public_labels(self, max_images: int = _POOL) -> Tensor:
-        """Returns the labels, (P,) int64, of the images that `public(max_images)` returns."""
-        return self._labels[:: -(-len(self._images) // max_images)]
 
     def count_copies(self, images: Tensor) -> int:
         """Returns how many of the `images` (N, C, H, W) have a near copy among the public ones."""
@@ -113,16 +114,15 @@ class Guesser:
         return _guess(self, count, granted)
 
     def _learn(self, count: int, granted: tuple[int, ...] | None) -> Guess:
-        """Learns the guess that `__call__` returns; `granted` labels are ascending."""
-        everything = _PublicPool(self._images, self._labels, granted, "all")
+        everything = _PublicPool(self._examples, self._labels, granted, "all")
         stream = rng.generator(0, "guess", "halves")
-        order = torch.randperm(len(self._images), generator=stream)
+        order = torch.randperm(len(self._examples), generator=stream)
         half = len(order) // 2
         # One half makes the candidates and the other tries them: none is tried on its own images.
         chosen = "mean_image"
         if half:
             first, second = (
-                _PublicPool(self._images[part], self._labels[part], granted, name)
+                _PublicPool(self._examples[part], self._labels[part], granted, name)
                 for part, name in ((order[:half], "own"), (order[half:], "other"))
             )
             # Of equals the plainer one, which comes first.
@@ -132,42 +132,31 @@ class Guesser:
         # Once the kind is chosen, all images go into it.
         levels = everything.guess(chosen, count)
         labels = _likeliest(self._labels, count) if granted is None else torch.tensor(granted)
+        per_image = len(self._labels) / count
+        if granted is not None:
+            held = self._labels.tolist()
+            per_image = min(held.count(label) / granted.count(label) for label in set(granted))
         return Guess(
             name=chosen,
-            images=(levels / 255).float().view(count, *self._images.shape[1:]),
+            images=(levels / 255).float().view(count, *self._examples.shape[1:]),
             labels=labels,
             public=len(self._labels),
-            public_per_image=self._per_image(count, granted),
-        )
-
-    def _per_image(self, count: int, granted: tuple[int, ...] | None) -> float:
-        if granted is None:
-            return len(self._labels) / count
-        return min(
-            int((self._labels == label).sum()) / granted.count(label) for label in set(granted)
+            public_per_image=per_image,
         )
 
 
 @final
-class RowGuesser:
+class RowGuesser(_PublicExamples):
     """Guesses each row of a table by the mean of public ones."""
 
     def __init__(self, rows: Tensor, labels: Tensor) -> None:
         """Learns from public `rows` (P, D) on [0, 1], with `labels` (P,) int64; at least one."""
+        super().__init__(rows, labels)
         self.mean = mean_image(rows)
-        self._rows, self._labels = rows, labels
-
-    def public(self, max_rows: int = _POOL) -> Tensor:
-        """Returns at most `max_rows` public rows (by default 10,000), evenly chosen: (P, D)."""
-        return self._rows[:: -(-len(self._rows) // max_rows)]
-
-    def public_labels(self, max_rows: int = _POOL) -> Tensor:
-        """Returns the labels, (P,) int64, of the rows that `public(max_rows)` returns."""
-        return self._labels[:: -(-len(self._rows) // max_rows)]
 
     def count_copies(self, rows: Tensor) -> int:
         """Returns how many of the `rows` (N, D) equal a public one, to an L2 distance of 1e-6."""
-        return int((torch.cdist(rows.double(), self._rows.double()) < _SAME_ROW).any(1).sum())
+        return int((torch.cdist(rows.double(), self._examples.double()) < _SAME_ROW).any(1).sum())
 
     def __call__(self, count: int, labels: Sequence[int] | None = None) -> Guess:
         """Returns the guess of `count` rows, whose `labels` are known if given."""
@@ -175,8 +164,8 @@ class RowGuesser:
             name="mean_row",
             images=self.mean.expand(count, -1).clone(),
             labels=_likeliest(self._labels, count) if labels is None else torch.tensor(labels),
-            public=len(self._rows),
-            public_per_image=len(self._rows) / count,
+            public=len(self._labels),
+            public_per_image=len(self._labels) / count,
         )
 
 
@@ -237,7 +226,11 @@ def _outlines(images: Tensor) -> Tensor:
 
 
 def guess_problem(public: int, public_per_image: float, copies: int = 0) -> str | None:
-    """Returns why a guess is poor: by `copies`, or fewer than 20 public images each; else None."""
+    """Returns why a guess is poor, with what helps, as a message; None if it is good enough.
+
+    It is poor if `copies` attacked images have near copies among the `public` ones, or if there are
+    fewer than 20 public images for each image of the guess.
+    """
     if copies:
         return (
             f"of {copies} attacked image{'s' * (copies != 1)} a public image is a near copy: the "

@@ -110,14 +110,9 @@ def haarpsi(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
             f"have {height} x {width}"
         )
     a, b = _seen_from_afar(reconstruction), _seen_from_afar(truth)
-    fine, weights = [], []
-    for side in _SCALES:
-        both = _wavelet(a[:, :1], side), _wavelet(b[:, :1], side)
-        if side == _SCALES[-1]:
-            weights.append(torch.maximum(*both))
-        else:
-            fine.append(_similarity(*both))
-    similarity, weight = torch.stack(fine).mean(0), weights[0]
+    *fine, coarse = ([_wavelet(each[:, :1], side) for each in (a, b)] for side in _SCALES)
+    similarity = torch.stack([_similarity(*both) for both in fine]).mean(0)
+    weight = torch.maximum(*coarse)
     if channels == len(_YIQ):
         smooth = torch.full((2, 1, 2, 2), 0.25, dtype=torch.float64)
         colors = [F.conv2d(_pad(each[:, 1:], 2), smooth, groups=2).abs() for each in (a, b)]
@@ -245,19 +240,6 @@ def load_lpips(
     except (KeyError, RuntimeError, ValueError, OSError) as error:
         return Unavailable(f"LPIPS: {path} does not hold the {backbone} backbone: {error}")
     return LpipsMetric(backbone, digest, model.eval().requires_grad_(False))
-
-
-def perceptual_distance(
-    claimed: Tensor, truth: Tensor, lpips: LpipsMetric | Unavailable | None
-) -> Tensor | Unavailable:
-    """Returns LPIPS, (N,) float64, of pixels (N, C, H, W) in [0, 1], or the reason for none."""
-    if lpips is None:
-        return Unavailable("LPIPS was not asked for")
-    if isinstance(lpips, Unavailable):
-        return lpips
-    if truth.shape[1] not in (1, 3):
-        return Unavailable(f"LPIPS needs 1 or 3 channels, these images have {truth.shape[1]}")
-    return lpips(claimed, truth)
 
 
 def _prepare(pixels: Tensor) -> Tensor:

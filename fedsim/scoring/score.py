@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.contracts.metric import MISSING, GuessChances, ScoringError, Unavailable
-from fedsim.contracts.target import METRICS, Aids, GuessRequest, Resources, TargetScores, targets
+from fedsim.contracts.target import METRICS, Aids, GuessRequest, Resources, targets
 from fedsim.types import LARGEST, Reconstruction, Tensors, Truth
 from fedsim.words import number_of
 
@@ -90,12 +90,8 @@ def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
     compared = {
         part: target.compare(answer, truth, aids) for part, (target, answer) in answered.items()
     }
-    return _scores(found.loss, compared)
-
-
-def _scores(loss: float, compared: Mapping[str, TargetScores]) -> Scores:
     # A loss of NaN, as a guess has, compares as false and is left out.
-    means: dict[str, float] = {OWN_LOSS: loss} if abs(loss) <= LARGEST else {}
+    means: dict[str, float] = {OWN_LOSS: found.loss} if abs(found.loss) <= LARGEST else {}
     per_image: dict[str, list[float]] = {}
     notes: dict[str, str] = {}
     for each in compared.values():
@@ -143,7 +139,16 @@ def measure_chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Gu
 def tensors_to_save(
     found: Reconstruction, truth: Truth, scores: Scores, aids: Aids
 ) -> dict[str, Tensor]:
-    """Returns the truth and, in its order, what was scored against it, as `Target.saved_as`."""
+    """Returns tensors by name: the truth and, in its order, what was scored against it.
+
+    Each target names its own two by `Target.saved_as`. `read_saved` reads them back.
+
+    Args:
+        found: the attack's answer.
+        truth: the truth of the same observation.
+        scores: what `score` returned for both, with the assignments.
+        aids: what `prepare` returned; fills the places of missing images.
+    """
     tensors: dict[str, Tensor] = {}
     for target in targets().values():
         tensors |= target.tensors_to_save(found, truth, scores.assignments, aids)
@@ -165,7 +170,8 @@ def read_saved(tensors: Tensors) -> tuple[Reconstruction, Truth]:
 def score_other(own: Tensors, other: Tensors, pairs: list[int]) -> Scores:
     """Scores an attack's answer to another update against the truth of this one: the control.
 
-    `own` and `other` are saved tensors, and `pairs` the other's row in each row's place.
+    `own` and `other` are tensors by name, as `tensors_to_save` returns them. `pairs` are indices of
+    the other's rows of a table, one in the place of each own row.
     """
     (_, truth), (made, _) = read_saved(own), read_saved(other)
     answers = {
@@ -182,7 +188,7 @@ LENGTH = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """How many images of an answer an attack certifies to be right, and how many are wrong."""
+    """States how many images of an answer an attack certifies to be right, and how many wrongly."""
 
     images: int
     determined: int | None
@@ -253,7 +259,11 @@ def false_certificates(found: Reconstruction, truth: Truth) -> int | None:
         right &= _alike(features.double(), true.double())
     if found.labels is not None:
         right &= found.labels.detach().cpu()[chosen][:, None] == known["labels"].cpu()
-    return len(chosen) - _most_pairs(right)
+    from scipy.optimize import linear_sum_assignment
+
+    # At a cost of -1 for each right pair, the cheapest assignment has as many of them as possible.
+    rows, columns = linear_sum_assignment(-right.double().numpy())
+    return len(chosen) - int(right[rows, columns].sum())
 
 
 def _alike(features: Tensor, truth: Tensor) -> Tensor:
@@ -265,12 +275,3 @@ def _alike(features: Tensor, truth: Tensor) -> Tensor:
     lengths = features.norm(dim=1)[:, None] / truth.norm(dim=1).clamp_min(1e-300)
     alike: Tensor = (cosines >= COSINE) & ((lengths - 1).abs() <= LENGTH)
     return alike
-
-
-def _most_pairs(right: Tensor) -> int:
-    """Returns how many rows of `right` (M, N) bool can be paired with a column of their own."""
-    from scipy.optimize import linear_sum_assignment
-
-    # At a cost of -1 for each right pair, the cheapest assignment has as many of them as possible.
-    rows, columns = linear_sum_assignment(-right.double().numpy())
-    return int(right[rows, columns].sum())

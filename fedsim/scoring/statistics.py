@@ -111,8 +111,14 @@ def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
 def chance_of(more: int, others: int, fewer: int, rest: int) -> float:
     """Returns the p-value of a difference of two series (R. A. Fisher's exact test, 1935).
 
-    It is the probability that the first series, of `more` successes and `others` failures, has at
-    least `more` if the second, of `fewer` successes and `rest` failures, has the same chance.
+    It is the probability that the first series has at least `more` successes if both have the same
+    chance, given the sizes and all successes together.
+
+    Args:
+        more: successes of the first series.
+        others: failures of the first series.
+        fewer: successes of the second series.
+        rest: failures of the second series.
     """
     first, second, successes = more + others, fewer + rest, more + fewer
     tables = sum(
@@ -201,9 +207,13 @@ class Accuracy:
 
 @cache  # of all attacks on one defense it is the same
 def accuracy(share: float, examples: int, chance: float, *, confidence: float = 0.95) -> Accuracy:
-    """Returns a `share`, in [0, 1], of `examples` with Wilson's interval (JASA 22, 1927).
+    """Returns a test accuracy with Wilson's interval (JASA 22, 1927).
 
-    `chance` is the share of the test set's most frequent class.
+    Args:
+        share: share of the test set that was classified correctly, in [0, 1].
+        examples: size of the test set.
+        chance: share of the test set's most frequent class.
+        confidence: level of the interval, in (0, 1).
     """
     from scipy.special import ndtri
 

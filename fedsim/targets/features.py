@@ -206,27 +206,21 @@ class Features(Target):
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns the scored guess of features, from those of public images, where there is one."""
-        true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
+        true = self.truth_of(request.truth)
         # Beside an attack that answers no features none are guessed; beside a failed one they are.
         silent = request.found is not None and request.found.features is None
-        if true is None or guesser is None or request.observation is None or silent:
+        public = None if silent else _public_features(request, aids)
+        if true is None or public is None:
             return None
-        public = _public_features(request.observation, guesser.public(_MOST))
-        return None if public is None else TargetGuess(metrics=self.guessed_from(public, true))
+        return TargetGuess(metrics=self.guessed_from(public, true))
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
         """Returns the chance that one of an answer's guesses has each cosine with a truth."""
         true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
-        silent = request.found is None or request.found.features is None
-        if (
-            true is None
-            or not isinstance(guesser, Guesser)
-            or request.observation is None
-            or silent
-        ):
+        if true is None or request.found is None or request.found.features is None:
             return {}
-        public = _public_features(request.observation, guesser.public(_MOST))
-        if public is None:
+        public = _public_features(request, aids)
+        if public is None or not isinstance(guesser, Guesser):
             return {}
         labels = guesser.public_labels(_MOST)[: len(public)]
         units = F.normalize(public.double(), dim=1)
@@ -252,8 +246,12 @@ class Features(Target):
         return TargetScores(values=self.compute_metrics(pair)).means()
 
 
-def _public_features(observation: Observation, images: Tensor) -> Tensor | None:
-    """Returns (P, d) inputs of the head, float32 on the CPU, as a client computes them, or None."""
+def _public_features(request: GuessRequest, aids: Aids) -> Tensor | None:
+    """Returns features (P, d) of public images, float32 on the CPU, as a client's, or None."""
+    observation, guesser = request.observation, aid_of(aids).guesser
+    if observation is None or guesser is None:
+        return None
+    images = guesser.public(_MOST)
     # Attacks, trials and, in the first round, all defenses see the same weights.
     state = {**observation.parameters, **observation.buffers, "": images}
     content = hashlib.sha256(repr((observation.model, observation.effect.model)).encode())

@@ -27,7 +27,7 @@ from fedsim.contracts.metric import (
 from fedsim.contracts.target import Aids, GuessRequest, Resources, Target, TargetGuess, TargetScores
 from fedsim.scoring import image
 from fedsim.scoring.guess import Guess, Guesser, RowGuesser
-from fedsim.scoring.image import LpipsMetric, haarpsi, load_lpips, perceptual_distance
+from fedsim.scoring.image import LpipsMetric, haarpsi, load_lpips
 from fedsim.types import Payload, Reconstruction, Truth, as_pixels
 
 EXPOSED_IMAGE = 15.0
@@ -86,7 +86,16 @@ RMSE = Metric(name="rmse", compute=ordered(image.rmse), unit="range", larger_lea
 
 
 def _perceive(pair: ScoredPair) -> Tensor | Unavailable:
-    return perceptual_distance(pair.claimed, pair.truth, pair.aid and pair.aid.lpips)
+    """Returns LPIPS, (N,) float64, of a pair of images whose aid has it, or the reason for none."""
+    claimed, truth = pair.claimed, pair.truth
+    lpips: LpipsMetric | Unavailable | None = pair.aid and pair.aid.lpips
+    if lpips is None:
+        return Unavailable("LPIPS was not asked for")
+    if isinstance(lpips, Unavailable):
+        return lpips
+    if truth.shape[1] not in (1, 3):
+        return Unavailable(f"LPIPS needs 1 or 3 channels, these images have {truth.shape[1]}")
+    return lpips(claimed, truth)
 
 
 class Images(Target):

@@ -42,7 +42,10 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
 
 
 def membership_auc_beyond_chance(scores: Tensor, members: Tensor) -> float | Unavailable:
-    """Returns `membership_auc` less 1.96 deviations of an attacker who guesses, at least 0."""
+    """Returns `membership_auc` less 1.96 deviations of an attacker who guesses, at least 0.
+
+    `scores` are (N,), and `members` (N,) bool, not all alike: else the reason is returned.
+    """
     area = membership_auc(scores, members)
     if isinstance(area, Unavailable):
         return area
@@ -77,25 +80,12 @@ def accused_others(others: int, false_positives: float) -> int:
     return math.floor(false_positives * (others + 1) + 1e-9)
 
 
-def _count_others(scores: Tensor, members: Tensor) -> float:
-    """Returns the number of candidates that took no part, whatever their scores."""
-    return float((~members).sum())
-
-
-def _count_members(scores: Tensor, members: Tensor) -> float:
-    """Returns the number of candidates that took part."""
-    return float(members.sum())
-
-
 def _membership_tpr_end(
     scores: Tensor, members: Tensor, false_positives: float, end: int
 ) -> float | Unavailable:
-    """Returns an end of Clopper and Pearson's interval (1934) of the share of `membership_tpr`.
-
-    `end` is 0 for the lower one, 1 for the upper one, at 95% confidence. The threshold is taken as
-    given, and its rate is uncertain itself: the share at exactly 1% lies outside of the interval in
-    about half of all trials, at 0.1% in up to three of four.
-    """
+    """Returns `end` 0 or 1 of the 95% interval of the share of `membership_tpr` (1934)."""
+    # Clopper and Pearson's takes the threshold as given, and its rate is uncertain itself: the
+    # share at exactly 1% lies outside in about half of all trials, at 0.1% in up to three of four.
     told = membership_tpr(scores, members, false_positives)
     if isinstance(told, Unavailable):
         return told
@@ -184,19 +174,13 @@ class Membership(Target):
             unit="share",
             larger_leaks=True,
         ),
-        Metric(
-            name="membership_others",
-            compute=ordered(_count_others),
-            unit="none",
-            larger_leaks=True,
-            digits=0,
-        ),
-        Metric(
-            name="membership_members",
-            compute=ordered(_count_members),
-            unit="none",
-            larger_leaks=True,
-            digits=0,
+        # Numbers of candidates, whatever their scores.
+        *(
+            Metric(name=name, compute=ordered(count), unit="none", larger_leaks=True, digits=0)
+            for name, count in (
+                ("membership_others", lambda _, members: float((~members).sum())),
+                ("membership_members", lambda _, members: float(members.sum())),
+            )
         ),
         *(metric for ending, rate in LOW_RATES.items() for metric in _share_and_ends(ending, rate)),
     )
@@ -262,12 +246,9 @@ _LEAST = 40
 
 
 def _refuse_unlike(truth: Truth) -> None:
-    """Refuses candidates of an update whose members differ from others by more than a coin.
-
-    That is, by a copy, or in the eyes of a classifier that sees inputs and labels alone. High
-    scores would else say nothing of the update (Das, Zhang and Tramèr, Blind Baselines Beat
-    Membership Inference Attacks for Foundation Models, 2024).
-    """
+    """Refuses candidates that a copy, or a classifier of inputs and labels alone, tells apart."""
+    # High scores would else say nothing of the update (Das, Zhang and Tramèr, Blind Baselines Beat
+    # Membership Inference Attacks for Foundation Models, 2024).
     tensors = truth.tensors()
     if CANDIDATE_INPUTS not in tensors:
         return

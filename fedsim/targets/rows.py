@@ -192,12 +192,7 @@ class Rows(Target):
 
 
 def _columns_recovered(pair: ScoredPair) -> Tensor:
-    """Returns the share of records whose value is right, for each of the C columns: (C,).
-
-    `pair` has claimed and true records (N, D); its `aid` (D,) is the number of each entry's column.
-    A quantity is right within 5 % of its range (`TOLERANCE`). A category is right if its entry is
-    the largest of its column.
-    """
+    """Returns the share of records whose value is right, for each column; the aid numbers them."""
     columns: Tensor = pair.aid
     shares = []
     for number in range(int(columns.max()) + 1):

@@ -36,15 +36,25 @@ def _are_distributions(shares: Tensor) -> bool:
     return bool((shares >= 0).all()) and bool(((sums - 1).abs() < 1e-3).all())
 
 
-class ClassShares(Target):
+class _Shares(Target):
+    """Shares of which those of public examples are the guess."""
+
+    leaks: ClassVar[float] = 0.05
+    works: ClassVar[float | None] = 0.1
+
+    def prepare(self, resources: Resources) -> Any:
+        """Returns the shares (K,) of the classes of public examples; None where there are none."""
+        guesser = resources.guesser
+        return None if guesser is None else _shares_of(guesser.public_labels())
+
+
+class ClassShares(_Shares):
     """Shares of the classes in the batches behind one update, of all its clients together."""
 
     part: ClassVar[str] = "class_shares"
     noun: ClassVar[str] = "class shares"
     singular: ClassVar[str] = "class share"
     order: ClassVar[float] = 6.0
-    leaks: ClassVar[float] = 0.05
-    works: ClassVar[float | None] = 0.1
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             name="class_share_error",
@@ -56,11 +66,6 @@ class ClassShares(Target):
             "the answered shares of classes to be right",
         ),
     )
-
-    def prepare(self, resources: Resources) -> Any:
-        """Returns the shares (K,) of the classes of public examples; None where there are none."""
-        guesser = resources.guesser
-        return None if guesser is None else _shares_of(guesser.public_labels())
 
     def truth_of(self, truth: Truth) -> Tensor | None:
         """Returns the shares (K,) of classes 0 to the largest true label; None without labels."""
@@ -95,21 +100,8 @@ def client_column_error(claimed: Tensor, truth: Tensor) -> Tensor:
     return ((claimed.double() - truth.double()).abs() * answered).sum(1) / answered.sum(1)
 
 
-class _ClientMeans(Target):
+class _ClientMeans(_Shares):
     """Means over all examples of each client that took part, in the order of the clients."""
-
-    leaks: ClassVar[float] = 0.05
-    works: ClassVar[float | None] = 0.1
-
-    def prepare(self, resources: Resources) -> Any:
-        guesser = resources.guesser
-        if guesser is None:
-            return None
-        return self.means_of(guesser.public(), guesser.public_labels(), 0)
-
-    def means_of(self, inputs: Tensor, labels: Tensor, classes: int) -> Tensor | None:
-        """Returns the means (E,) over examples; `classes` of 0 are as many as `labels` need."""
-        raise NotImplementedError
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         answer = None if request.found is None else self.answer_of(request.found)
@@ -157,10 +149,6 @@ class ClientClassShares(_ClientMeans):
             return None
         return _shares_of(held.labels, held.classes)[None]
 
-    def means_of(self, inputs: Tensor, labels: Tensor, classes: int) -> Tensor:
-        """Returns the shares (K,) of the classes."""
-        return _shares_of(labels, classes)
-
 
 class ClientColumnShares(_ClientMeans):
     """Shares of categories, or means of quantities, in columns of each client's table."""
@@ -181,16 +169,17 @@ class ClientColumnShares(_ClientMeans):
         ),
     )
 
+    def prepare(self, resources: Resources) -> Any:
+        """Returns the means (D,) of the entries of public rows; None where there are none."""
+        rows = None if resources.guesser is None else resources.guesser.public()
+        return None if rows is None or rows.ndim != 2 else rows.double().mean(0)
+
     def leave(self, batch: Truth, held: HeldExamples) -> Tensor | None:
         """Leaves the means (1, D) of all entries of the client's rows; None without a table."""
         # Only a network's batch of a table has columns; pixels of images would take memory.
         if "columns" not in batch.tensors():
             return None
         return held()[0].double().mean(0)[None]
-
-    def means_of(self, inputs: Tensor, labels: Tensor, classes: int) -> Tensor | None:
-        """Returns the means (D,) of the entries of rows; None of images."""
-        return inputs.double().mean(0) if inputs.ndim == 2 else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
         """Refuses answers of another shape, that are not finite, or without any positive entry."""

@@ -25,12 +25,9 @@ def _name_clients(scores: Tensor) -> Tensor:
 
 
 def _shuffle_accuracies(named: Tensor, labels: Tensor, source: Tensor) -> Tensor:
-    """Returns the accuracies (999,) of answers that are dealt anew among records of a class.
-
-    An answer that knows no more of a record than its class is as accurate as these. That holds
-    however the answers depend on each other (R. A. Fisher, The Design of Experiments, 1935).
-    `named` (N, K) are those of `_name_clients`.
-    """
+    """Returns the accuracies (999,) of answers `named` that are dealt anew within each class."""
+    # An answer that knows no more of a record than its class is as accurate as these, however the
+    # answers depend on each other (R. A. Fisher, The Design of Experiments, 1935).
     stream = torch.Generator().manual_seed(0)
     # Ordering records by class and then by chance deals the answers of each class anew.
     drawn = torch.rand(_SHUFFLES, len(labels), generator=stream, dtype=torch.float64)
@@ -40,19 +37,12 @@ def _shuffle_accuracies(named: Tensor, labels: Tensor, source: Tensor) -> Tensor
 
 
 def _class_rule_accuracy(labels: Tensor, source: Tensor, held: Tensor) -> float:
-    """Returns the accuracy of naming the client that holds most other examples of the class.
-
-    `labels` (N,) are classes, `source` (N,) true clients, and `held` (K, C) numbers of other
-    examples that each client holds of each class. Ties share a record.
-    """
+    """Returns the accuracy of naming the client that holds most other examples of the class."""
     return float(_name_clients(held.T)[labels, source].mean())
 
 
 def _chance_accuracy(scores: Tensor, source: Tensor, labels: Tensor, held: Tensor) -> float:
-    """Returns the accuracy of whoever knows no more of a record than its class.
-
-    `scores` (N, K) are the answers; other arguments are those of `_class_rule_accuracy`.
-    """
+    """Returns the accuracy of whoever knows no more of a record than its class."""
     # The largest, since a chance that is too low would call luck a leak.
     shuffled = _shuffle_accuracies(_name_clients(scores), labels, source)
     return max(
@@ -63,13 +53,10 @@ def _chance_accuracy(scores: Tensor, source: Tensor, labels: Tensor, held: Tenso
 def _measure_source(
     scores: Tensor, source: Tensor, labels: Tensor, held: Tensor
 ) -> dict[str, float | Unavailable]:
-    """Returns metric -> its value, for scores (N, K) of records of known class and client.
-
-    Other arguments are those of `_class_rule_accuracy`. Ends of the accuracy are Clopper and
-    Pearson's (1934), which take records for independent. The p-value does not: it is the share of
-    answers dealt anew within each class that are as accurate. Rank 1 is the client with the largest
-    score.
-    """
+    """Returns the metrics of scores (N, K), with clients and classes (N,), and `held` (K, C)."""
+    # Ends of the accuracy are Clopper and Pearson's (1934), which take records for independent. The
+    # p-value does not: it is the share of answers dealt anew within each class that are as
+    # accurate. `held` counts other examples that each client holds of each class.
     if not len(source):
         reason = Unavailable("no record has a single client")
         return {metric.name: reason for metric in Source.metrics}

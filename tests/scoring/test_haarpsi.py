@@ -1,12 +1,8 @@
 """HaarPSI has the values of its authors' code, the laws of a likeness, and reasons for no value."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
-from fedsim.contracts.metric import Unavailable
 from fedsim.scoring.image import haarpsi
 
 # Values of the authors' haarPsi.py (github.com/rgcda/haarpsi) for `pair`, one a shape.
@@ -18,7 +14,7 @@ PUBLISHED = {
 }
 
 
-def pair(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+def pair(shape):
     """Two waves of which the second is bent, brighter and clipped."""
     channels, height, width = shape
     c, y, x = torch.meshgrid(
@@ -29,36 +25,32 @@ def pair(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     return truth[None], other[None]
 
 
-def value(a: Tensor, b: Tensor) -> float:
-    found = haarpsi(a, b)
-    assert isinstance(found, Tensor) and found.shape == (len(b),)
-    return float(found.mean())
+def value(a, b):
+    (found,) = haarpsi(a, b).tolist()
+    return found
 
 
 @pytest.mark.parametrize("shape", PUBLISHED)
-def test_value_is_that_of_the_authors_code(shape: tuple[int, int, int]) -> None:
+def test_value_is_that_of_the_authors_code(shape):
     truth, other = pair(shape)
     assert value(other, truth) == pytest.approx(PUBLISHED[shape], abs=1e-9)
     assert value(truth, other) == pytest.approx(PUBLISHED[shape], abs=1e-9)
 
 
-def test_pictures_without_any_edge_have_a_value() -> None:
+def test_pictures_without_any_edge_have_a_value():
     black, white = torch.zeros(1, 3, 16, 16), torch.ones(1, 3, 16, 16)
     assert value(black, black) == pytest.approx(1.0)
     assert 0 < value(black, white) < 0.5
 
 
-def test_each_image_is_judged_on_its_own() -> None:
+def test_each_image_is_judged_on_its_own():
     truth, other = pair((3, 32, 32))
     both = haarpsi(torch.cat([other, truth]), torch.cat([truth, truth]))
-    assert isinstance(both, Tensor)
     assert both.tolist() == pytest.approx([value(other, truth), 1.0])
 
 
 @pytest.mark.parametrize(
     ("shape", "cause"), [((2, 32, 32), "channels"), ((1, 15, 40), "15 x 40"), ((3, 8, 8), "8 x 8")]
 )
-def test_what_it_is_not_defined_for_has_a_reason(shape: tuple[int, ...], cause: str) -> None:
-    found = haarpsi(torch.zeros(1, *shape), torch.zeros(1, *shape))
-    assert isinstance(found, Unavailable)
-    assert cause in found.reason
+def test_what_it_is_not_defined_for_has_a_reason(shape, cause):
+    assert cause in haarpsi(torch.zeros(1, *shape), torch.zeros(1, *shape)).reason

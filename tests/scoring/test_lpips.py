@@ -4,23 +4,19 @@ The published weights cannot be assumed here, so the arithmetic is tested on a b
 weights are drawn from a fixed seed and read from a file, as a user's would be.
 """
 
-from __future__ import annotations
-
 import hashlib
-from pathlib import Path
 
-import lpips as reference
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from fedsim import rng
-from fedsim.scoring import LpipsMetric, Unavailable, load_lpips
+from fedsim.scoring import Unavailable, load_lpips
 from fedsim.scoring.image import MINIMUM_SIDE
 
 
-def squeezenet() -> nn.Module:
+def squeezenet():
     from torchvision.models import squeezenet1_1
 
     with rng.global_stream(3):
@@ -28,26 +24,24 @@ def squeezenet() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def weights(tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "squeezenet.safetensors"
     save_file(squeezenet().state_dict(), path)
     return path
 
 
 @pytest.fixture(scope="module")
-def metric(weights: Path) -> LpipsMetric:
-    loaded = load_lpips("squeeze", weights)
-    assert isinstance(loaded, LpipsMetric)
-    return loaded
+def metric(weights):
+    return load_lpips("squeeze", weights)
 
 
-def pair(channels: int, side: int) -> tuple[Tensor, Tensor]:
+def pair(channels, side):
     stream = torch.Generator().manual_seed(5)
     a = torch.rand(3, channels, side, side, generator=stream)
     return a, (a + 0.2 * torch.rand(a.shape, generator=stream)).clamp(0, 1)
 
 
-def test_backbone_is_the_one_in_the_file(metric: LpipsMetric) -> None:
+def test_backbone_is_the_one_in_the_file(metric):
     ours = metric.model.net.state_dict()
     theirs = squeezenet().state_dict()
     assert len(ours) == 50
@@ -55,22 +49,13 @@ def test_backbone_is_the_one_in_the_file(metric: LpipsMetric) -> None:
         assert torch.equal(value, theirs[f"features.{name.partition('.')[2]}"]), name
 
 
-def test_value_is_that_of_the_reference_on_minus_one_to_one(metric: LpipsMetric) -> None:
-    a, b = pair(3, 40)
-    with torch.no_grad():
-        expected = metric.model(a, b, normalize=True).flatten()  # the package's own rescaling
-    assert torch.allclose(metric(a, b).float(), expected, atol=1e-6)
-    assert not torch.allclose(metric(a, b).float(), metric.model(a, b).flatten(), rtol=1e-2)
-    assert isinstance(metric.model, reference.LPIPS)
-
-
-def test_more_images_than_one_chunk(metric: LpipsMetric) -> None:
+def test_more_images_than_one_chunk(metric):
     a, b = pair(3, 32)
     many = metric(a.repeat(7, 1, 1, 1), b.repeat(7, 1, 1, 1))
     assert torch.allclose(many, metric(a, b).repeat(7), atol=1e-6)
 
 
-def test_gray_is_repeated_and_small_images_are_enlarged(metric: LpipsMetric) -> None:
+def test_gray_is_repeated_and_small_images_are_enlarged(metric):
     a, b = pair(1, 25)
     enlarge = nn.Upsample(size=(MINIMUM_SIDE, MINIMUM_SIDE), mode="bilinear")
     by_hand = metric(enlarge(a).repeat(1, 3, 1, 1), enlarge(b).repeat(1, 3, 1, 1))
@@ -80,67 +65,49 @@ def test_gray_is_repeated_and_small_images_are_enlarged(metric: LpipsMetric) -> 
     assert "enlarged" not in metric.describe(32, 48)
 
 
-def test_cached_weights_are_used_only_if_their_checksum_is_the_published_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_weights_are_used_only_if_their_checksum_is_the_published_one(tmp_path, monkeypatch):
     from fedsim.scoring import image
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: pytest.fail("net"))
-    absent = load_lpips("squeeze")
-    assert isinstance(absent, Unavailable)
-    assert "scoring.lpips_weights" in absent.reason
+    assert "scoring.lpips_weights" in load_lpips("squeeze").reason
 
     cached = tmp_path / "checkpoints" / "squeezenet1_1-b8a52dc0.pth"
     cached.parent.mkdir()
     torch.save(squeezenet().state_dict(), cached)
-    forged = load_lpips("squeeze")
-    assert isinstance(forged, Unavailable)
-    assert "checksum" in forged.reason
+    assert "checksum" in load_lpips("squeeze").reason
 
     digest = hashlib.sha256(cached.read_bytes()).hexdigest()[:8]
     named = cached.with_name(f"squeezenet1_1-{digest}.pth")
     cached.rename(named)
     monkeypatch.setitem(image._PUBLISHED, "squeeze", named.name)
-    loaded = load_lpips("squeeze")
-    assert isinstance(loaded, LpipsMetric)
-    assert "torchvision's ImageNet weights" in loaded.describe(32, 32)
+    assert "torchvision's ImageNet weights" in load_lpips("squeeze").describe(32, 32)
 
 
 class Payload:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
+    def __reduce__(self):
         return (eval, ("pytest_lpips_payload_ran",))
 
 
-def test_unusable_weights_are_a_reason(tmp_path: Path) -> None:
-    missing = load_lpips("alex", tmp_path / "absent.pth")
-    assert isinstance(missing, Unavailable)
-    assert "absent.pth" in missing.reason
+def test_unusable_weights_are_a_reason(tmp_path):
+    assert "absent.pth" in load_lpips("alex", tmp_path / "absent.pth").reason
     other = tmp_path / "other.safetensors"
     save_file({"features.0.weight": torch.zeros(1)}, other)
-    wrong = load_lpips("squeeze", other)
-    assert isinstance(wrong, Unavailable)
-    assert "does not hold" in wrong.reason
+    assert "does not hold" in load_lpips("squeeze", other).reason
     torn = tmp_path / "torn.safetensors"
     torn.write_bytes(b"\x00" * 20)
     assert isinstance(load_lpips("squeeze", torn), Unavailable)
     code = tmp_path / "code.pth"
     torch.save({"features.0.weight": Payload()}, code)
-    refused = load_lpips("squeeze", code)
-    assert isinstance(refused, Unavailable)
-    assert "plain tensors" in refused.reason
+    assert "plain tensors" in load_lpips("squeeze", code).reason
 
 
-def test_without_the_package_there_is_a_reason(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_there_is_a_reason(weights, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lpips", None)
-    result = load_lpips("squeeze", weights)
-    assert isinstance(result, Unavailable)
-    assert "not installed" in result.reason
+    assert "not installed" in load_lpips("squeeze", weights).reason
 
 
-def test_loading_leaves_the_global_stream_alone(weights: Path) -> None:
+def test_loading_leaves_the_global_stream_alone(weights):
     before = torch.random.get_rng_state()
     load_lpips("squeeze", weights)
     assert torch.equal(before, torch.random.get_rng_state())

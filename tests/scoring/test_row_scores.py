@@ -1,16 +1,13 @@
 """Scores of rows and of memberships: known answers, invariances, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedsim.contracts.target import GuessRequest
-from fedsim.scoring import ScoringError, Unavailable, score, score_guess
+from fedsim.scoring import ScoringError, score, score_guess
 from fedsim.targets.membership import FALSE_POSITIVES, membership_auc, membership_tpr
 from fedsim.types import Reconstruction, RowTruth
 
@@ -25,11 +22,11 @@ TRUTH = RowTruth(
 )
 
 
-def reconstruct(rows: Tensor | None = None, membership: Tensor | None = None) -> Reconstruction:
+def reconstruct(rows=None, membership=None):
     return Reconstruction(rows=rows, membership=membership, loss=math.nan, iterations=0)
 
 
-def test_exact_rows_score_best() -> None:
+def test_exact_rows_score_best():
     scores = score(reconstruct(ROWS[TRUTH.members]), TRUTH)
     assert (scores["psnr"], scores["rmse"], scores["row_error"]) == (60, 0, 0)
     assert scores["row_cosine"] == pytest.approx(1) and scores["rows_recovered"] == 1
@@ -37,7 +34,7 @@ def test_exact_rows_score_best() -> None:
     assert len(scores.per_image["row_error"]) == 3
 
 
-def test_a_known_error() -> None:
+def test_a_known_error():
     """0.2 off in one of two entries: RMSE 0.1 / sqrt(2) on [0, 1]; the constant does not count."""
     claimed = ROWS[TRUTH.members].clone()
     claimed[:, 0] -= 0.2
@@ -52,12 +49,12 @@ def test_a_known_error() -> None:
     assert score(reconstruct(claimed), TRUTH)["rows_recovered"] == pytest.approx(1 / 3)
 
 
-def test_rows_are_never_matched() -> None:
+def test_rows_are_never_matched():
     swapped = ROWS[TRUTH.members].flip(0)
     assert (score(reconstruct(swapped), TRUTH)["row_error"] or 0) > 0.5
 
 
-def test_auc_of_ranks() -> None:
+def test_auc_of_ranks():
     members = torch.tensor([True, False, True, False])
     for values, expected in (
         ([4.0, 1, 3, 2], 1.0),
@@ -71,7 +68,7 @@ def test_auc_of_ranks() -> None:
         assert membership_auc(lifted, members) == pytest.approx(expected)
 
 
-def test_true_positives_where_few_are_falsely_accused() -> None:
+def test_true_positives_where_few_are_falsely_accused():
     members = torch.arange(140) < 40
     scores = torch.arange(140, dtype=torch.float64).flip(0)  # every member above all others
     assert membership_tpr(scores, members, 0.05) == 1
@@ -80,12 +77,11 @@ def test_true_positives_where_few_are_falsely_accused() -> None:
     assert membership_tpr(scores, members, 0.07) == 1
     assert membership_tpr(torch.zeros(140), members, 0.05) == 0
     few = membership_tpr(scores[:58], members[:58], 0.05)
-    assert isinstance(few, Unavailable)
     assert few.reason == "18 candidates took no part; a rate of 0.05 takes 19"
 
 
 @pytest.mark.parametrize("others", [19, 20, 38, 39, 100])
-def test_a_coin_is_right_no_oftener_than_it_is_wrong(others: int) -> None:
+def test_a_coin_is_right_no_oftener_than_it_is_wrong(others):
     """Where the threshold is the highest of few others, as many members are above as should."""
     stream = torch.Generator().manual_seed(others)
     members = torch.arange(others + 40) < 40
@@ -97,7 +93,7 @@ def test_a_coin_is_right_no_oftener_than_it_is_wrong(others: int) -> None:
     assert mean < 0.053
 
 
-def test_membership_scores() -> None:
+def test_membership_scores():
     scores = score(reconstruct(membership=torch.tensor([2.0, 1.0, 1.5, 3.0])), TRUTH)
     assert scores["membership_auc"] == pytest.approx(2 / 3)
     assert scores["row_error"] is None
@@ -106,7 +102,7 @@ def test_membership_scores() -> None:
     assert alone["membership_auc"] is None and "all candidates" in alone.notes["membership_auc"]
 
 
-def test_the_guess_knows_the_others_but_not_the_target() -> None:
+def test_the_guess_knows_the_others_but_not_the_target():
     guess = score_guess(GuessRequest(truth=TRUTH))
     members = ROWS[TRUTH.members]
     others = torch.stack(
@@ -131,6 +127,6 @@ def test_the_guess_knows_the_others_but_not_the_target() -> None:
         (reconstruct(membership=torch.full((4,), math.nan)), "NaN"),
     ],
 )
-def test_what_is_no_answer_is_refused(claimed: Reconstruction, message: str) -> None:
+def test_what_is_no_answer_is_refused(claimed, message):
     with pytest.raises(ScoringError, match=message):
         score(claimed, TRUTH)

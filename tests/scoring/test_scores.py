@@ -1,56 +1,31 @@
 """Each metric against a value worked out by hand, and what is refused."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from fedsim.scoring import METRICS, ScoringError, align, mean_image, score
+from fedsim.contracts.metric import align
+from fedsim.scoring import METRICS, ScoringError, score
+from fedsim.scoring.guess import mean_image
 from fedsim.targets.images import ImageAid
 from fedsim.types import GroundTruth, Reconstruction
 
 
 @pytest.fixture
-def pixels() -> Tensor:
-    return torch.rand(4, 3, 12, 10, generator=torch.Generator().manual_seed(0)) * 0.8
-
-
-@pytest.fixture
-def truth(pixels: Tensor) -> GroundTruth:
+def truth():
+    pixels = torch.rand(4, 3, 12, 10, generator=torch.Generator().manual_seed(0)) * 0.8
     features = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     return GroundTruth(images=pixels, labels=torch.tensor([3, 1, 1, 0]), features=features)
 
 
-def reconstruct(
-    images: Tensor | None = None,
-    labels: list[int] | None = None,
-    features: Tensor | None = None,
-    loss: float = 0.5,
-) -> Reconstruction:
-    return Reconstruction(
-        images=images,
-        labels=None if labels is None else torch.tensor(labels),
-        features=features,
-        loss=loss,
-        iterations=1,
-    )
+def reconstruct(images=None, labels=None, features=None, loss=0.5):
+    labels = None if labels is None else torch.tensor(labels)
+    return Reconstruction(images=images, labels=labels, features=features, loss=loss, iterations=1)
 
 
-def test_constant_offset_has_the_known_rmse_and_psnr(truth: GroundTruth) -> None:
-    scores = score(reconstruct(truth.images + 0.1), truth)
-    assert scores["rmse"] == pytest.approx(0.1, abs=1e-6)
-    assert scores["psnr"] == pytest.approx(20.0, abs=1e-4)
-    assert scores["attack_loss"] == 0.5
-    assert scores["label_accuracy"] is None
-    assert scores["feature_cosine"] is None
-
-
-def test_perfect_reconstruction_in_another_order(truth: GroundTruth) -> None:
-    assert truth.features is not None
+def test_perfect_reconstruction_in_another_order(truth):
     order = torch.tensor([2, 0, 3, 1])
     scores = score(
         reconstruct(truth.images[order], truth.labels[order].tolist(), truth.features[order]), truth
@@ -58,14 +33,14 @@ def test_perfect_reconstruction_in_another_order(truth: GroundTruth) -> None:
     assert scores.assignment == [1, 3, 0, 2]
     assert (scores["rmse"], scores["psnr"]) == (0.0, 60.0)
     assert scores["ssim"] == pytest.approx(1.0)
-    assert scores["label_accuracy"] == 1.0
+    assert (scores["label_accuracy"], scores["attack_loss"]) == (1.0, 0.5)
     assert scores["feature_error"] == pytest.approx(0.0)
     assert scores["feature_cosine"] == pytest.approx(1.0)
     guess = torch.zeros_like(truth.images[0])
     assert torch.equal(align(truth.images[order], scores.assignment, guess), truth.images)
 
 
-def test_assignment_is_the_least_total_cost_not_the_greedy_one() -> None:
+def test_assignment_is_the_least_total_cost_not_the_greedy_one():
     # Truth 0 is nearest to reconstruction 0, and so is truth 1; greedy would cost 0.01 + 0.36.
     truth = GroundTruth(
         images=torch.tensor([0.5, 0.6]).view(2, 1, 1, 1).expand(2, 1, 8, 8),
@@ -77,66 +52,54 @@ def test_assignment_is_the_least_total_cost_not_the_greedy_one() -> None:
     assert scores.per_image["rmse"] == pytest.approx([0.5, 0.05], abs=1e-6)
 
 
-def test_ssim_of_a_shifted_constant_is_the_luminance_term() -> None:
-    truth = GroundTruth(images=torch.full((1, 1, 9, 9), 0.4), labels=torch.tensor([0]))
-    scores = score(reconstruct(torch.full((1, 1, 9, 9), 0.6)), truth)
-    c1 = 0.01**2
-    assert scores["ssim"] == pytest.approx((2 * 0.4 * 0.6 + c1) / (0.4**2 + 0.6**2 + c1), abs=1e-5)
-
-
-@pytest.mark.parametrize(("side", "works"), [(3, True), (4, True), (6, True), (2, False)])
-def test_ssim_window_fits_small_images(side: int, works: bool) -> None:
+@pytest.mark.parametrize("side", [2, 3, 4, 6])
+def test_ssim_window_fits_small_images(side):
     images = torch.rand(2, 1, side, side, generator=torch.Generator().manual_seed(0))
     scores = score(reconstruct(images), GroundTruth(images=images, labels=torch.tensor([0, 1])))
-    if works:
+    assert scores["psnr"] == 60.0
+    if side > 2:
         assert scores["ssim"] == pytest.approx(1.0)
     else:
-        assert scores["ssim"] is None
-        assert "3 x 3" in scores.notes["ssim"]
-        assert scores["psnr"] == 60.0
+        assert scores["ssim"] is None and "3 x 3" in scores.notes["ssim"]
 
 
-def test_feature_metrics(truth: GroundTruth) -> None:
-    assert truth.features is not None
+def test_feature_metrics(truth):
     scaled = score(reconstruct(features=truth.features * 1.5), truth)
     assert scaled["feature_error"] == pytest.approx(0.5)
     assert scaled["feature_cosine"] == pytest.approx(1.0)
     zero = score(reconstruct(features=truth.features * 0), truth)
     assert zero["feature_error"] == pytest.approx(1.0)
     assert zero["feature_cosine"] == 0.0
-    opposite = score(
-        reconstruct(features=-truth.features[:1]),
-        GroundTruth(images=truth.images[:1], labels=truth.labels[:1], features=truth.features[:1]),
-    )
+    one = replace(truth, images=truth.images[:1], labels=truth.labels[:1])
+    one = replace(one, features=truth.features[:1])
+    opposite = score(reconstruct(features=-truth.features[:1]), one)
     assert opposite["feature_cosine"] == pytest.approx(-1.0)
 
 
-def test_feature_metrics_say_why_they_are_missing(truth: GroundTruth) -> None:
-    without = GroundTruth(images=truth.images, labels=truth.labels)
-    assert (
-        "not recorded"
-        in score(reconstruct(features=torch.ones(4, 6)), without).notes["feature_error"]
-    )
-    dead = GroundTruth(images=truth.images, labels=truth.labels, features=torch.zeros(4, 6))
-    scores = score(reconstruct(features=torch.ones(4, 6)), dead)
-    assert scores["feature_error"] is None
-    assert "zero" in scores.notes["feature_error"]
+def test_feature_metrics_say_why_they_are_missing(truth):
+    for features, why in ((None, "not recorded"), (torch.zeros(4, 6), "zero")):
+        known = replace(truth, features=features)
+        scores = score(reconstruct(features=torch.ones(4, 6)), known)
+        assert scores["feature_error"] is None and why in scores.notes["feature_error"]
 
 
-def test_labels_alone_are_compared_as_multisets(truth: GroundTruth) -> None:
-    assert score(reconstruct(labels=[0, 1, 3, 1]), truth)["label_accuracy"] == 1.0
-    assert score(reconstruct(labels=[1, 1, 1, 1]), truth)["label_accuracy"] == 0.5
-    assert score(reconstruct(labels=[3, 3, 3, 3]), truth)["label_accuracy"] == 0.25
-    assert score(reconstruct(labels=[9, 9, 9, 9]), truth)["label_accuracy"] == 0.0
-    assert score(reconstruct(labels=[9, 9, 9, 9, 3, 1, 1, 0]), truth)["label_accuracy"] == 0.0
+def test_labels_alone_are_compared_as_multisets(truth):
+    for labels, share in (
+        ([0, 1, 3, 1], 1.0),
+        ([1, 1, 1, 1], 0.5),
+        ([3, 3, 3, 3], 0.25),
+        ([9, 9, 9, 9], 0.0),
+        ([9, 9, 9, 9, 3, 1, 1, 0], 0.0),
+    ):
+        assert score(reconstruct(labels=labels), truth)["label_accuracy"] == share
 
 
-def test_labels_count_whatever_image_they_came_with(truth: GroundTruth) -> None:
+def test_labels_count_whatever_image_they_came_with(truth):
     assert score(reconstruct(truth.images, [0, 1, 1, 3]), truth)["label_accuracy"] == 1.0
     assert score(reconstruct(truth.images.flip(0), [0, 1, 3, 3]), truth)["label_accuracy"] == 0.75
 
 
-def test_missing_reconstructions_count_as_the_guess(truth: GroundTruth) -> None:
+def test_missing_reconstructions_count_as_the_guess(truth):
     guess = mean_image(truth.images[:1])
     two = reconstruct(truth.images[:2], [3, 1])
     scores = score(two, truth, {"images": ImageAid(fill=guess)})
@@ -149,7 +112,7 @@ def test_missing_reconstructions_count_as_the_guess(truth: GroundTruth) -> None:
     assert scores.missing == 0
 
 
-def test_without_a_guess_what_is_missing_is_not_scored(truth: GroundTruth) -> None:
+def test_without_a_guess_what_is_missing_is_not_scored(truth):
     """No pixels stand for an image that nobody reconstructed."""
     near = (truth.images[[3, 1]] + 0.05).clamp(0, 1)
     labels = truth.labels[[3, 1]]
@@ -163,7 +126,7 @@ def test_without_a_guess_what_is_missing_is_not_scored(truth: GroundTruth) -> No
     assert score(reconstruct(truth.images), truth).missing == 0
 
 
-def test_scores_are_json_values_and_inputs_stay_as_they_were(truth: GroundTruth) -> None:
+def test_scores_are_json_values_and_inputs_stay_as_they_were(truth):
     before = truth.images.clone()
     scores = score(reconstruct(truth.images, truth.labels.tolist(), loss=math.inf), truth)
     assert scores["attack_loss"] is None
@@ -172,9 +135,7 @@ def test_scores_are_json_values_and_inputs_stay_as_they_were(truth: GroundTruth)
     assert torch.equal(before, truth.images)
 
 
-def test_ssim_without_scikit_image_is_none_with_the_reason(
-    truth: GroundTruth, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ssim_without_scikit_image_is_none_with_the_reason(truth, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "skimage.metrics", None)
     scores = score(reconstruct(truth.images), truth)
     assert scores["ssim"] is None
@@ -182,7 +143,7 @@ def test_ssim_without_scikit_image_is_none_with_the_reason(
     assert scores["psnr"] == 60.0
 
 
-REFUSED: list[tuple[Callable[[GroundTruth], Reconstruction], str]] = [
+REFUSED = [
     (lambda t: reconstruct(t.images * 255), "in \\[0, 1\\]"),
     (lambda t: reconstruct(t.images - 0.9), "in \\[0, 1\\]"),
     (lambda t: reconstruct(t.images.clone().fill_(math.nan)), "non-finite"),
@@ -200,8 +161,6 @@ REFUSED: list[tuple[Callable[[GroundTruth], Reconstruction], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED)
-def test_refused(
-    make: Callable[[GroundTruth], Reconstruction], message: str, truth: GroundTruth
-) -> None:
+def test_refused(make, message, truth):
     with pytest.raises(ScoringError, match=message):
         score(make(truth), truth)

@@ -1,13 +1,9 @@
 """Naming clients of records: ties, classes that give clients away, and copies at two clients."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedsim.contracts.metric import ScoringError
 from fedsim.recording.truth import add_sources, load_truth, save_truth
@@ -28,9 +24,7 @@ from fedsim.types import (
 )
 
 
-def values(
-    scores: Tensor, source: Tensor, labels: Tensor, held: Tensor | None = None
-) -> dict[str, float]:
+def values(scores, source, labels, held=None):
     """Returns the metrics that have a value; without `held`, clients hold classes alike."""
     if held is None:
         held = torch.ones(scores.shape[1], int(labels.max()) + 1)
@@ -38,13 +32,13 @@ def values(
     return {name: value for name, value in found.items() if isinstance(value, float)}
 
 
-def test_ties_share_a_record() -> None:
+def test_ties_share_a_record():
     found = values(torch.zeros(8, 4), torch.arange(8) % 4, torch.zeros(8, dtype=torch.int64))
     assert found["source_accuracy"] == 0.25 and found["source_rank"] == 2.5
     assert found["source_p_value"] == 1.0 and found["source_advantage"] == pytest.approx(0)
 
 
-def test_shuffles_have_the_law_of_all_permutations_within_classes() -> None:
+def test_shuffles_have_the_law_of_all_permutations_within_classes():
     labels, source = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([0, 1, 1, 0, 0, 1])
     named = _name_clients(torch.eye(2)[torch.tensor([0, 1, 0, 1, 1, 0])])
     exact = [
@@ -63,7 +57,7 @@ def test_shuffles_have_the_law_of_all_permutations_within_classes() -> None:
     assert abs(float(again.mean() - law.mean())) < 4 * float(law.std()) / 999**0.5
 
 
-def dealt(count: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+def dealt(count, stream):
     """Returns classes and clients of examples: each class has a client that holds most of it."""
     labels = torch.randint(10, (count,), generator=stream)
     others = torch.randint(4, (count,), generator=stream)
@@ -71,7 +65,7 @@ def dealt(count: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_attack_that_knows_only_classes_tells_no_source(seed: int) -> None:
+def test_an_attack_that_knows_only_classes_tells_no_source(seed):
     """Classes are dealt unevenly: naming the class's main client is right far above chance."""
     stream = torch.Generator().manual_seed(seed)
     labels, source = dealt(600, stream)
@@ -96,13 +90,13 @@ def test_an_attack_that_knows_only_classes_tells_no_source(seed: int) -> None:
     assert values(torch.eye(4)[read], source, labels, held)["source_advantage_beyond_chance"] > 0.3
 
 
-def test_a_class_at_one_client_only_leaves_nothing_to_tell() -> None:
+def test_a_class_at_one_client_only_leaves_nothing_to_tell():
     labels = torch.arange(40) % 4
     found = _measure_source(torch.eye(4)[labels].double(), labels, labels, torch.eye(4))
     assert found["source_accuracy"] == 1.0 and not isinstance(found["source_advantage"], float)
 
 
-def test_answers_of_chance_have_uniform_p_values() -> None:
+def test_answers_of_chance_have_uniform_p_values():
     """Whole clients are named wrongly together, which no test of single records allows for."""
     stream = torch.Generator().manual_seed(5)
     found = []
@@ -115,7 +109,7 @@ def test_answers_of_chance_have_uniform_p_values() -> None:
     assert sum(p <= 0.05 for p in found) < 9
 
 
-def truth_of(inputs: Tensor) -> GroundTruth:
+def truth_of(inputs):
     return GroundTruth(
         images=torch.zeros(1, 1, 2, 2),
         labels=torch.zeros(1, dtype=torch.int64),
@@ -127,7 +121,7 @@ def truth_of(inputs: Tensor) -> GroundTruth:
     )
 
 
-def test_records_of_all_clients_join_without_copies_and_without_an_order(tmp_path: Path) -> None:
+def test_records_of_all_clients_join_without_copies_and_without_an_order(tmp_path):
     images = torch.rand(3, 5, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     images[2, 0] = images[0, 0]  # held by two clients: no single one is its source
     ids = ["s/round-0001/aggregate-training", "s/round-0002/aggregate-training"]

@@ -287,7 +287,7 @@ true labels granted while rows say inferred
     hand_over(observation, truth, granted, public)
     => hand_over(observation, truth, Grant(labels='known'), public)
 LPIPS with its own best pairing
-    fedsim/scoring/image.py:perceptual_distance [validity/test_scoring]
+    fedsim/targets/images.py:_perceive [validity/test_scoring]
     lpips(claimed, truth)
     => torch.stack([lpips(one.expand_as(truth), truth) for one in claimed], dim=1).min(1).values
 unrecorded updates dropped
