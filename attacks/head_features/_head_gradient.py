@@ -39,7 +39,7 @@ _BEYOND = 1.05  # length of a direction over the edge of noise, from which it is
 
 @dataclass(frozen=True, kw_only=True)
 class HeadGradient:
-    """The head's weights and the observed mean gradient of its parameters.
+    """Holds the head's weights and the observed mean gradient of its parameters.
 
     m hidden neurons, the last `config.planted` by the server; d features; K classes; N images.
     """
@@ -142,10 +142,7 @@ class HeadGradient:
     def restrict(self, basis: Tensor) -> HeadGradient:
         """Returns this gradient with features as n coordinates in an orthonormal `basis` (n, d)."""
         return replace(
-            self,
-            hidden=self.hidden @ basis.T,
-            grad_hidden=self.grad_hidden @ basis.T,
-            basis=basis,
+            self, hidden=self.hidden @ basis.T, grad_hidden=self.grad_hidden @ basis.T, basis=basis
         )
 
     def lift(self, features: Tensor) -> Tensor:
@@ -200,6 +197,13 @@ class HeadGradient:
     def rank(self) -> int:
         """Number of directions that the batch's features can span: the lesser of N and d."""
         return min(self.num_images, self.hidden.shape[1])
+
+    def respond(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes pre-activations z (N, m) of `features` (N, d), and the slopes σ'(z) there."""
+        with torch.enable_grad():
+            at = (features @ self.hidden.T + self.bias).detach().requires_grad_()
+            (slopes,) = torch.autograd.grad(self.activation(at).sum(), at)
+        return at.detach(), slopes
 
 
 def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
@@ -257,7 +261,7 @@ _WEAKEST = 1e-4  # least curvature that is told apart, in units of the largest
 
 
 class Value(NamedTuple):
-    """The objective at some features (n, d)."""
+    """Holds the value of an `Objective` at some features (n, d)."""
 
     loss: Tensor
     """Share of ∂L/∂A's energy that is left unexplained (0-d)."""
@@ -271,7 +275,7 @@ class Value(NamedTuple):
 
 @final
 class Objective:
-    """The share of ∂L/∂A that features (n, d) leave unexplained, as a function of them."""
+    """Computes the share of ∂L/∂A that features (n, d) leave unexplained, as a function of them."""
 
     def __init__(self, head: HeadGradient) -> None:
         self.head = head
@@ -300,10 +304,7 @@ class Objective:
         """Computes R (n, n) from `value` at `features` X; the objective curves alike in R⁻¹ X."""
         # Outside the span of the features X (n, d) the Gauss-Newton matrix is, for Gaussian W, (D'D
         # ∘ P) ⊗ I, with P_ik the share of neurons that both activate: images of one label spoil it.
-        head = self.head
-        with torch.enable_grad():
-            preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
-            (active,) = torch.autograd.grad(head.activation(preactivation).sum(), preactivation)
+        active = self.head.respond(features)[1]
         # Gauss-Newton: (D'D ∘ P) by images, the same in all directions across their span.
         curvature = ((value.errors.T @ value.errors) * (active @ active.T)).double()
         values, vectors = torch.linalg.eigh(curvature)
@@ -365,7 +366,7 @@ def _solve(gram: Tensor, right: Tensor) -> Tensor:
 
 @final
 class WholeHead:
-    """The mean squared residual of the head's whole gradient, over the noise's variance."""
+    """Computes the mean squared residual of the head's whole gradient, over noise's variance."""
 
     # Of p implied and o observed, |p - o|² = |p|² - 2 <p, o> + |o|² takes products with N vectors:
     # no tensor of ∂L/∂W's size.

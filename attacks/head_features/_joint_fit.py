@@ -10,8 +10,6 @@ mean squared residual is the variance of the noise, which tells a local minimum 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -41,35 +39,32 @@ _WIDTHS = (0.1, 0.01, 0.0)
 _MOST = 5  # runs at each width, at most
 
 
-@dataclass(kw_only=True)
 class JointSolver(FeatureSolver):
     """Fits ∂L/∂A, then all of the gradient; and again while too much is left unexplained."""
 
-    head: HeadGradient
-    output: OutputSolver
-    """The present attempt's fit of ∂L/∂A."""
-    attempts: list[OutputSolver]
-    """Attempts that may follow, the next one last."""
-    descent: _JointDescent | None = None
-    """The present attempt's fit of the whole gradient; None until that of ∂L/∂A has ended."""
-    features: Tensor | None = None
-    """(N, d): the best so far; None until a fit of the whole gradient has begun."""
+    def __init__(self, head: HeadGradient, starts: int, budget: int, rng: torch.Generator) -> None:
+        """Prepares attempts that begin at random features.
 
-    @classmethod
-    def start(
-        cls, head: HeadGradient, starts: int, budget: int, rng: torch.Generator
-    ) -> JointSolver:
-        """Prepares attempts of `starts` random starts, and `budget` iterations to fit ∂L/∂A."""
+        Args:
+            head: the observed gradient, to which `joint_fit_applies`.
+            starts: random starts of each fit of ∂L/∂A, and as many more if these lead astray.
+            budget: iterations of each fit of ∂L/∂A, at most.
+            rng: stream of the random starts.
+        """
         inside = head.restrict(span(head.rows, head.rank)[0].to(head.hidden.dtype))
         attempts: list[OutputSolver] = []
         while len(attempts) <= len(_EXPLAINED):  # by turns, since the span may lead astray
             for directions in (inside, head):
                 drawn = list(random_starts(directions, 2 * starts, rng))
-                fit = OutputFit.start(directions, drawn[:starts])
-                attempt = OutputSolver(attempt=fit, budget=budget, second_starts=drawn[starts:])
-                attempts.insert(0, attempt)
-        output = attempts.pop()
-        return cls(head=head, output=output, attempts=attempts, loss=output.loss)
+                fit = OutputFit(directions, drawn[:starts])
+                attempts.insert(0, OutputSolver(fit, budget, drawn[starts:]))
+        self.head, self.output, self.attempts = head, attempts.pop(), attempts
+        """`output` is the present attempt's fit of ∂L/∂A; `attempts` may follow, the last first."""
+        self.descent: _JointDescent | None = None
+        """The present attempt's fit of the whole gradient; None until that of ∂L/∂A has ended."""
+        self.features: Tensor | None = None
+        """(N, d): the best so far; None until a fit of the whole gradient has begun."""
+        super().__init__(loss=self.output.loss)
 
     def improve(self) -> None:
         """Takes a step of the fit of ∂L/∂A, or of the fit of the whole gradient that follows."""
@@ -129,7 +124,6 @@ class _JointDescent:
     """Descends by L-BFGS over the features, for the labels that they imply at the start."""
 
     def __init__(self, head: HeadGradient, features: Tensor) -> None:
-        """Starts at `features` (N, d) with their norms."""
         errors = Objective(head)(features).errors
         self._objective = WholeHead(head, labels_of(head, features, errors))
         self._unit: Tensor = torch.linalg.vector_norm(features, dim=1).mean()
@@ -139,12 +133,10 @@ class _JointDescent:
 
     @property
     def features(self) -> Tensor:
-        """The present features (N, d)."""
         return self._variable.detach() * self._unit
 
     @property
     def loss(self) -> Tensor:
-        """`WholeHead` at the features (0-d)."""
         return self._objective(self.features).detach().float()
 
     @property

@@ -14,7 +14,6 @@ via LT-Code Inspired Peeling, manuscript, 2026) peel images of a first layer so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -34,25 +33,14 @@ _SAME_FEATURE = 1 - 1e-6  # cosine from which two features are the same
 _ROUNDING = 1e-6  # error of a float32 sum, over the sum of its terms' magnitudes
 
 
-@dataclass(kw_only=True)
 class Peeling(FeatureSolver):
     """Finds rows of single images and takes them off the others, round by round."""
 
-    head: HeadGradient
-    tolerance: float
-    consistency: float
-    rows: Tensor
-    """(v, d + 1) float64: what no known feature explains of the planted neurons' rows."""
-    outer: Tensor
-    """(K, v) float64: what no known feature explains of ∂L/∂A."""
-    shares: Tensor
-    """(n, d + 1) float64: u_i of the n known features."""
-    stuck: bool = False
-    """Whether the last round found no feature."""
+    def __init__(self, head: HeadGradient, tolerance: float, consistency: float) -> None:
+        """Prepares the first round; AttackFailed without planted ReLU neurons' gradient.
 
-    @classmethod
-    def start(cls, head: HeadGradient, tolerance: float, consistency: float) -> Peeling:
-        """Prepares the first round; AttackFailed without planted ReLU neurons' gradient."""
+        `tolerance` and `consistency` are as `ActivationFeatures` has them.
+        """
         if not head.config.planted:
             raise AttackFailed(
                 "features are told apart by planted neurons: let the server plant some (`head: "
@@ -67,16 +55,16 @@ class Peeling(FeatureSolver):
             raise AttackFailed("nothing is left of the planted neurons' gradient")
         # The bias is the weight of an input that is 1: its gradient completes each row.
         rows = torch.cat([head.grad_hidden[head.planted], head.grad_bias[head.planted, None]], 1)
-        outer = head.grad_output[:, head.planted].double().clone()
-        return cls(
-            head=head,
-            tolerance=tolerance,
-            consistency=consistency,
-            rows=rows.double(),
-            outer=outer,
-            shares=outer.new_zeros(0, rows.shape[1]),
-            loss=torch.ones((), device=rows.device),
-        )
+        super().__init__(loss=torch.ones((), device=rows.device))
+        self.head, self.tolerance, self.consistency = head, tolerance, consistency
+        self.rows = rows.double()
+        """(v, d + 1) float64: what no known feature explains of the planted neurons' rows."""
+        self.outer = head.grad_output[:, head.planted].double().clone()
+        """(K, v) float64: what no known feature explains of ∂L/∂A."""
+        self.shares = self.rows.new_zeros(0, rows.shape[1])
+        """(n, d + 1) float64: u_i of the n known features."""
+        self.stuck = False
+        """Whether the last round found no feature."""
 
     @property
     def finished(self) -> bool:
@@ -197,7 +185,7 @@ class ActivationFeatures(FeatureAttack[Peeling]):
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Peeling:
         """Prepares the first round; AttackFailed without planted ReLU neurons."""
-        return Peeling.start(HeadGradient.read(observation), self.tolerance, self.consistency)
+        return Peeling(HeadGradient.read(observation), self.tolerance, self.consistency)
 
 
 def _feature(share: Tensor) -> Tensor:

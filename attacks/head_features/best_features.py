@@ -98,10 +98,10 @@ class BestFeatures(FeatureAttack[_Best]):
         solver: FeatureSolver
         # Over several steps each image has several features, of which unrolling wants the first.
         if head.steps > 1 and head.exact:
-            solver = UnrolledSolver.start(head, self.iterations, self.trials, rng)
+            solver = UnrolledSolver(head, self.iterations, self.trials, rng)
             return _Best(loss=loss, solver=solver, peeling=None)
         if _joint_fit.joint_fit_applies(head):
-            solver = JointSolver.start(head, self.starts, self.total(), rng)
+            solver = JointSolver(head, self.starts, self.total(), rng)
         else:
             solver = self._fit(head, peeling, rng)
         return _Best(loss=loss, solver=solver, peeling=peeling)
@@ -126,17 +126,10 @@ class BestFeatures(FeatureAttack[_Best]):
         if len(known):
             # What was peeled is exact: random features stand only for the rest.
             first = [torch.cat([known, start[len(known) :]]) for start in first]
-        budget = self.total()
         if head is whole or head.exact:
-            fit = OutputFit.start(head, first)
-            return OutputSolver(attempt=fit, budget=budget, second_starts=second)
-        fit = OutputFit.start(head, first, splitting=False, all_neurons=True)
-        return CoarseToFine(
-            head=whole,
-            fit=OutputSolver(attempt=fit, budget=budget // 2),
-            budget=budget,
-            second_starts=[head.lift(start) for start in second],
-        )
+            return OutputSolver(OutputFit(head, first), self.total(), second)
+        coarse = OutputFit(head, first, splitting=False, all_neurons=True)
+        return CoarseToFine(whole, coarse, self.total(), [head.lift(start) for start in second])
 
 
 def _peel(head: HeadGradient) -> Peeling | None:
@@ -146,7 +139,7 @@ def _peel(head: HeadGradient) -> Peeling | None:
     tried = []
     for tolerance, consistency in _TOLERANCES:
         try:
-            peeling = Peeling.start(head, tolerance, consistency)
+            peeling = Peeling(head, tolerance, consistency)
         except AttackFailed:
             return None
         while not peeling.finished:

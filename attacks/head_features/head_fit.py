@@ -12,8 +12,7 @@ known. Rows of neurons near their threshold are left out, and entries that do no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -34,7 +33,7 @@ _MEMORY = 30  # steps that are remembered, over several runs
 
 
 def lbfgs(variable: Tensor) -> torch.optim.LBFGS:
-    """Makes an L-BFGS optimizer of `variable`, of which one step runs 20 iterations at most."""
+    """Makes an L-BFGS optimizer of `variable`, of any shape, with 20 iterations a step at most."""
     return torch.optim.LBFGS(
         [variable],
         max_iter=ITERATIONS,
@@ -77,10 +76,7 @@ _ROW_RIDGE = 1e-5  # ridge towards the present features, over the mean diagonal 
 
 
 def _rows_unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> float:
-    """Computes the share of the energy of ∂L/∂W's kept entries that is not explained.
-
-    Explained is what `features` (N, d), in their true lengths, and `errors` D (K, N) imply.
-    """
+    """Computes the share of the energy of ∂L/∂W's kept entries that `features` do not explain."""
     kept = head.grad_hidden != 0
     missed = (_row_signals(head, features, errors)[0] @ features - head.grad_hidden) * kept
     return float(missed.square().sum() / head.grad_hidden.square().sum())
@@ -113,13 +109,11 @@ def _fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
 
 def _row_signals(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
     """Computes images' coefficients s_ij σ' (m, N) in ∂L/∂W, and a mask (m,) of sure rows."""
-    with torch.enable_grad():
-        preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
-        (active,) = torch.autograd.grad(head.activation(preactivation).sum(), preactivation)
+    preactivation, active = head.respond(features)
     length = torch.linalg.vector_norm(head.hidden, dim=1)
     size = torch.linalg.vector_norm(features, dim=1, keepdim=True) * length
     # Distance from the threshold in standard deviations of w'x for such a w and x.
-    distance = preactivation.detach().abs() / size * head.hidden.shape[1] ** 0.5
+    distance = preactivation.abs() / size * head.hidden.shape[1] ** 0.5
     return ((errors.T @ head.output) * active).T, (distance > _UNSURE).all(0)
 
 
@@ -214,43 +208,18 @@ _FEW = 3  # splits that are tried at a time while a subset of the neurons counts
 _STUCK = 1.03  # loss over that which noise leaves, from which a fit is in a local minimum
 
 
-@dataclass(kw_only=True)
 class OutputFit:
     """Fits ∂L/∂A from several starts, and goes on from the best of them."""
 
-    head: HeadGradient
-    subset: Objective
-    objective: Objective
-    """Objective of the subset, and in the end of all neurons."""
-    noise: float
-    """Variance of the noise in each entry of ∂L/∂A; 0 without."""
-    untried: list[Tensor]
-    features: Tensor
-    """(N, d): of the best start so far."""
-    loss: Tensor
-    """Share of ∂L/∂A's energy that they leave unexplained (0-d)."""
-    splitting: bool
-    """Whether the fit may split features to leave a local minimum."""
-    fits_rows: bool
-    """Whether what pruning has left of ∂L/∂W may correct the fit."""
-    descent: _ScaledDescent | None = None
-    """The descent that found `features`; None if another is to begin there."""
-    settled: bool = False
-    """Whether the last iterations gained little."""
-    splits_failed: bool = False
-    before_rows: tuple[float, Tensor, Tensor] | None = None
-    """`_rows_unexplained`, features and loss before the last fit of the rows; None before any."""
-
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         head: HeadGradient,
         starts: list[Tensor],
         *,
         splitting: bool = True,
         all_neurons: bool = False,
         weights: int = _WEIGHTS,
-    ) -> OutputFit:
+    ) -> None:
         """Prepares a fit that begins at the best of `starts`; AttackFailed if ∂L/∂A is empty.
 
         Args:
@@ -264,20 +233,26 @@ class OutputFit:
             raise AttackFailed("nothing is left of ∂L/∂A, which is to be fitted")
         unknowns = starts[0].numel() + len(starts[0]) * len(head.output)
         dimension = head.hidden.shape[1]
-        fewest = weights // dimension
+        few = head if all_neurons else head.subset(_EQUATIONS * unknowns, weights // dimension)
         rows_left = int((head.grad_hidden != 0).sum())
-        subset = Objective(head if all_neurons else head.subset(_EQUATIONS * unknowns, fewest))
-        return cls(
-            head=head,
-            subset=subset,
-            objective=subset,
-            noise=head.noise,
-            untried=list(starts),
-            features=starts[0],
-            loss=torch.full((), torch.inf, device=head.hidden.device),
-            splitting=splitting and len(starts[0]) > 1,
-            fits_rows=head.pruned and rows_left >= _ENTRIES * head.num_images * dimension,
-        )
+        self.head, self.untried = head, list(starts)
+        self.noise = head.noise
+        """Variance of the noise in each entry of ∂L/∂A; 0 without."""
+        self.subset = self.objective = Objective(few)
+        """`objective` is of the subset, and in the end of all neurons."""
+        self.features = starts[0]
+        """(N, d): of the best start so far."""
+        self.loss = torch.full((), torch.inf, device=head.hidden.device)
+        """Share of ∂L/∂A's energy that they leave unexplained (0-d)."""
+        self.splitting = splitting and len(starts[0]) > 1
+        self.fits_rows = head.pruned and rows_left >= _ENTRIES * head.num_images * dimension
+        """Whether what pruning has left of ∂L/∂W may correct the fit."""
+        self.descent: _ScaledDescent | None = None
+        """The descent that found `features`; None if another is to begin there."""
+        self.settled = self.splits_failed = False
+        """`settled`: whether the last iterations gained little."""
+        self.before_rows: tuple[float, Tensor, Tensor] | None = None
+        """`_rows_unexplained`, features and loss before the last fit of the rows."""
 
     @property
     def all_neurons(self) -> bool:
@@ -412,24 +387,20 @@ _ENOUGH = 1e-7  # share of ∂L/∂A's energy left at which nothing more is wort
 _NEARLY = 1e-4  # share that a coarse fit may leave; directions that it lacks are then better added
 
 
-@dataclass(kw_only=True)
 class OutputSolver(FeatureSolver):
     """Fits ∂L/∂A, and once more from other starts if the first attempt ends in a local minimum.
 
     Behind a head with a `basis`, features are coordinates in it; only `reconstruction` lifts them.
     """
 
-    attempt: OutputFit
-    budget: int
-    """Iterations of all attempts together."""
-    second_starts: list[Tensor] = field(default_factory=list)
-    first: tuple[Tensor, Tensor] | None = None
-    """Loss and features of the first attempt, once the second has begun."""
-
-    loss: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.loss = self.attempt.loss
+    def __init__(
+        self, attempt: OutputFit, budget: int, second_starts: Sequence[Tensor] = ()
+    ) -> None:
+        """Prepares `budget` iterations of a first attempt, and of one from `second_starts`."""
+        super().__init__(loss=attempt.loss)
+        self.attempt, self.budget, self.second_starts = attempt, budget, list(second_starts)
+        self.first: tuple[Tensor, Tensor] | None = None
+        """Loss and features of the first attempt, once the second has begun."""
 
     @property
     def finished(self) -> bool:
@@ -456,7 +427,7 @@ class OutputSolver(FeatureSolver):
         fit = self.attempt
         if fit.converged and self._trapped and not fit.untried:
             self.first = fit.loss, fit.features
-            self.attempt = OutputFit.start(fit.head, self.second_starts, splitting=fit.splitting)
+            self.attempt = OutputFit(fit.head, self.second_starts, splitting=fit.splitting)
             self.second_starts = []
         self.iteration += self.attempt.improve(self.budget - self.iteration)
         self.loss = self.attempt.loss
@@ -495,31 +466,31 @@ class OutputSolver(FeatureSolver):
 
 def fit_output(head: HeadGradient, features: Tensor, budget: int) -> Tensor:
     """Fits ∂L/∂A from `features` (N, d) in `budget` iterations; returns features (N, d)."""
-    fit = OutputFit.start(head, [features], splitting=False, all_neurons=True)
-    solver = OutputSolver(attempt=fit, budget=budget)
+    fit = OutputFit(head, [features], splitting=False, all_neurons=True)
+    solver = OutputSolver(fit, budget)
     while not solver.finished:
         solver.improve()
     return solver.scale_features()
 
 
-@dataclass(kw_only=True)
 class CoarseToFine(FeatureSolver):
     """Fits ∂L/∂A within a few directions first, then, from there, in all directions."""
 
-    head: HeadGradient
-    """The gradient in all directions."""
-    fit: OutputSolver
-    """The coarse fit, then the fine one."""
-    budget: int
-    """Iterations of both fits together."""
-    second_starts: list[Tensor]
-    """Starts (N, d) of the fine fit's second attempt."""
-    fine: bool = False
+    def __init__(
+        self, head: HeadGradient, coarse: OutputFit, budget: int, second_starts: list[Tensor]
+    ) -> None:
+        """Prepares both fits, of which the first one may have half of the iterations.
 
-    loss: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.loss = self.fit.loss
+        Args:
+            head: the gradient in all directions.
+            coarse: the fit in a few directions, of a gradient that `head` restricts to them.
+            budget: iterations of both fits together, at most.
+            second_starts: features (N, d) for a second attempt of the fine fit.
+        """
+        super().__init__(loss=coarse.loss)
+        self.head, self.budget, self.second_starts = head, budget, second_starts
+        self.fit, self.fine = OutputSolver(coarse, budget // 2), False
+        """`fit` is the coarse one, and then, if `fine`, the other."""
 
     @property
     def finished(self) -> bool:
@@ -533,10 +504,8 @@ class CoarseToFine(FeatureSolver):
             coarse = self.fit.attempt
             start = coarse.head.lift(coarse.features)
             near = float(coarse.loss) < _NEARLY
-            fine = OutputFit.start(self.head, [start], all_neurons=near)
-            self.fit = OutputSolver(
-                attempt=fine, budget=self.budget, second_starts=self.second_starts
-            )
+            fine = OutputFit(self.head, [start], all_neurons=near)
+            self.fit = OutputSolver(fine, self.budget, self.second_starts)
             self.fit.iteration, self.fine = self.iteration, True
         self.fit.improve()
         self.iteration, self.loss = self.fit.iteration, self.fit.loss
@@ -575,8 +544,7 @@ class HeadFit(FeatureAttack[OutputSolver]):
         head = HeadGradient.read(observation)
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]
-        fit = OutputFit.start(head, first)
-        return OutputSolver(attempt=fit, budget=self.total(), second_starts=second)
+        return OutputSolver(OutputFit(head, first), self.total(), second)
 
     def total(self) -> int:
         """Returns `iterations` plus those of the starts that are given up, for progress."""

@@ -94,12 +94,9 @@ _RIDGE = 1e-14  # ridge of the least squares, which equal columns make singular
 
 
 def _find_components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Finds unit u_c, rows (r, r), with T_ijs ≈ Σ_c u_ci u_cj z_cs, and the relative residual.
-
-    The slices T[:, :, k] of T (r, r, s) are symmetric. Order and signs are arbitrary. Starts
-    diagonalize two random contractions (Kuleshov, Chaganty and Liang, Tensor Factorization via
-    Matrix Factorization, AISTATS 2015).
-    """
+    """Finds unit u_c, rows (r, r), with T_ijs ≈ Σ_c u_ci u_cj z_cs, and the relative residual."""
+    # Slices T[:, :, k] of T (r, r, s) are symmetric. Starts diagonalize two random contractions
+    # (Kuleshov, Chaganty and Liang, Tensor Factorization via Matrix Factorization, AISTATS 2015).
     rank = len(tensor)
     norm = torch.linalg.vector_norm(tensor)
     if not norm:
@@ -255,10 +252,7 @@ class TensorFeatures(DirectAttack):
 
 
 def _refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Descends from unit `directions` (N, d) to features (N, d) that explain ∂L/∂A best.
-
-    Returns them, or `directions` if none explain more, and the share that they leave (0-d).
-    """
+    """Descends from unit `directions` (N, d) to features, and returns the share they leave."""
     # It begins within the rows' strongest directions: as many as images if they are exact or stand
     # out of noise, else somewhat more, from which it goes on in all directions.
     objective, joint = Objective(head), _joint_fit.joint_fit_applies(head)
@@ -270,7 +264,7 @@ def _refine_features(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Te
     count = min(head.rank if clear else _COARSE * head.rank, head.hidden.shape[1])
     basis = span(head.rows, count)[0].to(features.dtype)
     inside = head.restrict(basis)
-    solver = OutputSolver(attempt=OutputFit.start(inside, [features @ basis.T]), budget=_BUDGET)
+    solver = OutputSolver(OutputFit(inside, [features @ basis.T]), _BUDGET)
     while not solver.finished:
         solver.improve()
     features = inside.lift(solver.best[1] if head.exact else solver.scale_features())
@@ -298,12 +292,10 @@ def _factors(head: HeadGradient, features: Tensor) -> Tensor:
 
 
 def _independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
-    """Finds orthogonal rows (q, m) of mean square 1 in the span of `outer` (K, m), q <= `rank`.
-
-    Rows that noise of variance `noise` an entry could explain are left out, but one remains.
-    """
+    """Finds orthogonal rows (q, m) of mean square 1 in the span of `outer` (K, m), q <= `rank`."""
     # Its rows mix the images' activations, whose moments tell the features. Unlike images have
     # nearly orthogonal ones: they are found, turned, and a turn keeps the sum of squared moments.
+    # Those that noise of this variance could explain are left out, but one remains.
     span: Tensor
     _, lengths, span = torch.linalg.svd(outer, full_matrices=False)
     # Largest singular value of noise alone (Marchenko and Pastur's edge).
@@ -360,7 +352,14 @@ def _derivative_moments(name: Activation) -> dict[int, float]:
 def power_method(
     matrices: Sequence[Tensor], rank: int, iterations: int, rng: torch.Generator
 ) -> Tensor:
-    """Computes the leading eigenvectors (d, rank) of Σ P² over symmetric `matrices` P (d, d)."""
+    """Computes the leading eigenvectors (d, rank) of Σ P² over symmetric `matrices` P (d, d).
+
+    Args:
+        matrices: at least one, float64.
+        rank: number of eigenvectors, at most d.
+        iterations: rounds of orthogonal iteration, from a random basis.
+        rng: stream of that basis, on the CPU.
+    """
     # Squared, so that eigenvalues of both signs count (Zhong et al. 2017, Algorithm 3).
     square = torch.stack([matrix @ matrix for matrix in matrices]).sum(0)
     start = torch.randn(len(square), rank, generator=rng, dtype=torch.float64).to(square)

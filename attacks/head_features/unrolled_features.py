@@ -13,7 +13,6 @@ the best so far (Wales and Doye, Global Optimization by Basin-Hopping, 1997).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -40,35 +39,20 @@ _STATIC, _NEARLY_STATIC = 2e-3, 2e-2
 """Residual of ∂L/∂A with one feature an image, below which it is that of each step, or nearly."""
 
 
-@dataclass(kw_only=True)
 class UnrolledSolver(FeatureSolver):
     """Fits the features of all steps in trials, until the first head explains those of its own."""
 
-    head: HeadGradient
-    """The gradient in coordinates of the row space, N E of them."""
-    rng: torch.Generator
-    iterations: int
-    trials: int
-    static: bool
-    """Whether features are the same in all steps, which then are one."""
-    fit: OutputSolver
-    """The present trial's fit of ∂L/∂A."""
-    has_steps: bool = False
-    """Whether `fit` has a feature for each step."""
-    first_step: Tensor
-    """(N, N E): the best features of the first step so far."""
-    common: Tensor | None = None
-    """(N, N E): one feature for each image, if that nearly fits all steps; else None."""
-    lowest: OutputSolver
-    """The trial that explains most of ∂L/∂A, from which the next one hops."""
-    ended: int = 0
-    """Number of trials that have ended."""
+    def __init__(
+        self, head: HeadGradient, iterations: int, trials: int, rng: torch.Generator
+    ) -> None:
+        """Prepares the first trial; AttackFailed if rows of ∂L/∂W are not exact, or all 0.
 
-    @classmethod
-    def start(
-        cls, head: HeadGradient, iterations: int, trials: int, rng: torch.Generator
-    ) -> UnrolledSolver:
-        """Prepares the first of `trials`, with `iterations` a fit; AttackFailed of inexact rows."""
+        Args:
+            head: the observed gradient.
+            iterations: iterations of each fit, at most.
+            trials: fits at most; the first that is consistent ends the search.
+            rng: stream of the random starts.
+        """
         if not head.exact:
             raise AttackFailed(
                 "noise, pruning or quantization has left no exact row space to unroll steps in: "
@@ -82,19 +66,21 @@ class UnrolledSolver(FeatureSolver):
         size = min(head.num_images * head.steps, head.hidden.shape[1])
         inside = head.restrict(span(head.grad_hidden, size)[0].to(head.hidden.dtype))
         starts = list(random_starts(inside, _STARTS, rng))
-        fit = OutputFit.start(inside, starts, weights=_WEIGHTS)
-        solver = OutputSolver(attempt=fit, budget=iterations)
-        return cls(
-            loss=fit.loss,
-            head=inside,
-            rng=rng,
-            iterations=iterations,
-            trials=trials,
-            static=head.steps == 1,
-            fit=solver,
-            lowest=solver,
-            first_step=fit.features,
-        )
+        fit = OutputFit(inside, starts, weights=_WEIGHTS)
+        super().__init__(loss=fit.loss)
+        self.head, self.rng, self.iterations, self.trials = inside, rng, iterations, trials
+        self.static = head.steps == 1
+        """Whether features are the same in all steps, which then are one."""
+        self.fit = self.lowest = OutputSolver(fit, iterations)
+        """The present trial, and the one that explains most of ∂L/∂A: the next one hops from it."""
+        self.has_steps = False
+        """Whether `fit` has a feature for each step."""
+        self.first_step = fit.features
+        """(N, N E): the best features of the first step so far."""
+        self.common: Tensor | None = None
+        """(N, N E): one feature for each image, if that nearly fits all steps; else None."""
+        self.ended = 0
+        """Number of trials that have ended."""
 
     @property
     def finished(self) -> bool:
@@ -140,8 +126,8 @@ class UnrolledSolver(FeatureSolver):
         unit = torch.linalg.vector_norm(features, dim=1, keepdim=True)
         start = features + by * unit * F.normalize(noise, dim=1)
         # An image's features are alike: they are not to be merged.
-        fit = OutputFit.start(self.head, [start], splitting=False, weights=_WEIGHTS)
-        return OutputSolver(attempt=fit, budget=self.iterations)
+        fit = OutputFit(self.head, [start], splitting=False, weights=_WEIGHTS)
+        return OutputSolver(fit, self.iterations)
 
     def _end_trial(self) -> None:
         """Keeps the trial's features if the first head explains them better, and hops on."""
@@ -166,28 +152,19 @@ class UnrolledSolver(FeatureSolver):
 def _select_explained(
     head: HeadGradient, features: Tensor, errors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Selects the N of `features` (n, d) whose `errors` D (K, n) the head explains best.
-
-    Returns them (N, d) in their true lengths, and the worst one's relative residual (0-d), which is
-    1 or more if its length is implausible.
-    """
+    """Selects the N of `features` (n, d) that the head explains best, and the worst's residual."""
+    # They are in their true lengths. The residual is 1 or more if its length is implausible.
     factors, misfit = find_norms(head, features, errors)
     length = factors * torch.linalg.vector_norm(features, dim=1)
     # An error signal of one label alone is explained by almost any feature that is long enough, and
-    # one of a doubtful head by any that is short enough.
-    misfit = misfit + _mark_implausible(length, misfit, head.num_images)
+    # one of a doubtful head by any that is short enough. The N of least misfit whose lengths are
+    # alike set the standard of a plausible one.
+    apart = (length[:, None] / length).log().abs() > math.log(_PLAUSIBLE)
+    least = (misfit + apart.to(misfit)).sort(dim=1).values
+    standard = least[:, min(head.num_images, len(misfit)) - 1].argmin()
+    misfit = misfit + apart[standard].to(misfit)
     order = _distinct_first(features, errors, misfit)[: head.num_images]
     return features[order] * factors[order, None], misfit[order].max().sqrt()
-
-
-def _mark_implausible(length: Tensor, misfit: Tensor, count: int) -> Tensor:
-    """Returns 1 for features of implausible `length` (n,) and 0 for the others, (n,).
-
-    The `count` of least `misfit` (n,) whose lengths are alike set the standard.
-    """
-    apart = (length[:, None] / length).log().abs() > math.log(_PLAUSIBLE)
-    worst = (misfit + apart.to(misfit)).sort(dim=1).values[:, min(count, len(misfit)) - 1]
-    return apart[worst.argmin()].to(misfit)
 
 
 def _distinct_first(features: Tensor, errors: Tensor, misfit: Tensor) -> Tensor:
@@ -225,7 +202,7 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
     ) -> UnrolledSolver:
         """Computes the row space, and draws random starts in it."""
         head = HeadGradient.read(observation)
-        return UnrolledSolver.start(head, self.iterations, self.trials, rng)
+        return UnrolledSolver(head, self.iterations, self.trials, rng)
 
     def total(self) -> int:
         """Returns the number of iterations of all trials, for progress."""
