@@ -86,10 +86,15 @@ _AS_GOOD = 100.0  # loss over the tolerance up to which a rival explains the gra
 def certify_images(
     classifier: ClassifierGradient, features: Tensor, labels: Tensor, others: Tensor
 ) -> Tensor:
-    """Returns a mask (N,) of the images whose features and labels are known to be right.
+    """Returns a boolean mask (N,) of the images whose answers are known to be right.
 
-    `features` (N, d) are right up to a relative error of 3 %, `labels` (N,) exactly. From `others`
-    (S, N, d) rivals that explain the gradient, too, are sought.
+    Features are then right up to a relative error of 3 %, and labels exactly.
+
+    Args:
+        classifier: the observed gradient.
+        features: the answer's features (N, d).
+        labels: the answer's labels (N,).
+        others: features (S, N, d) from which rivals that explain the gradient, too, are sought.
     """
     none = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
     if not is_declared(classifier) or not bool(features.isfinite().all()):
@@ -98,10 +103,11 @@ def certify_images(
     # The answer may be of another fit of the same gradient: the nearest solution here is judged.
     fit = problem.descend(problem.unknowns(features[None]), labels[None], _ITERATIONS)
     # The whole gradient counts, although only its strongest directions are fitted.
-    is_reproduced = float(fit.losses[0]) + problem.outside <= tolerance(classifier)
+    loss, unknowns = float(fit.losses[0]), fit.points.shape[1]
+    is_reproduced = loss + problem.outside <= tolerance(classifier)
     if not (bool(fit.features.isfinite().all()) and is_reproduced):
         return none
-    if not _is_overdetermined(problem, fit):
+    if not exceeds_chance(classifier, classifier.num_images, unknowns, loss):
         return none
     moved = (fit.features[0] - features).norm(dim=1)
     sure = widen_bounds(bound_errors(problem, fit, 0)) < _RIGHT
@@ -118,25 +124,23 @@ def is_declared(classifier: ClassifierGradient) -> bool:
 
 
 def tolerance(classifier: ClassifierGradient) -> float:
-    """Returns the share of the gradient's squared norm that rounding may leave, in [0, 1]."""
+    """Returns the share of the gradient's squared norm that rounding may leave."""
     return (_ROUNDING * classifier.rounding) ** 2
-
-
-def _is_overdetermined(problem: Consistency, fit: Fits) -> bool:
-    """Says whether the first start of `fit` meets too many equations for a coincidence."""
-    images, unknowns = problem.classifier.num_images, fit.points.shape[1]
-    return exceeds_chance(problem.classifier, images, unknowns, float(fit.losses[0]))
 
 
 def exceeds_chance(
     classifier: ClassifierGradient, columns: int, unknowns: int, loss: float
 ) -> bool:
-    """Says whether too many equations hold to be a coincidence, whatever the labels are.
+    """Returns whether too many equations hold to be a coincidence, whatever the labels are.
 
-    Each of the gradient's rows has as many independent equations as `columns`, and `loss` is the
-    share of its energy that a fit of so many `unknowns` leaves. An equation counts by how far its
-    row's share exceeds that: a small row is met by nearly any features.
+    Args:
+        classifier: the observed gradient.
+        columns: independent equations of each of the gradient's rows.
+        unknowns: number of unknowns of the fit.
+        loss: share of the gradient's squared norm that the fit leaves, in [0, 1].
     """
+    # An equation counts by how far its row's share exceeds the loss: nearly any features meet a
+    # small row.
     classes, images = len(classifier.weights), classifier.num_images
     left = max(math.sqrt(loss), classifier.rounding)
     rows = classifier.gradient.norm(dim=1).sort(descending=True)[0]

@@ -33,7 +33,7 @@ _FINEST, _COMPARED, _OFF = 1 << 12, 64, 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierGradient:
-    """The classifier's weights and the observed mean gradient of them, in float64."""
+    """Holds the classifier's weights and the observed mean gradient of them, in float64."""
 
     weights: Tensor
     """[W b] (K, d + 1), or W (K, d) if it has no bias."""

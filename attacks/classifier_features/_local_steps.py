@@ -50,11 +50,9 @@ def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation
     )
 
 
-def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
-    """Computes which share of the update, in [0, 1], was made before each step.
-
-    `sizes` are those of the steps' gradients along the update, positive downhill, in any unit.
-    """
+def _positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
+    """Computes which share of the update, in [0, 1], was made before each step of these sizes."""
+    # Sizes are those of the steps' gradients along the update, positive downhill, in any unit.
     found, position, velocity = [], 0.0, 0.0
     for size in sizes:
         found.append(position)
@@ -64,8 +62,8 @@ def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
     return [each / position for each in found]
 
 
-def middle(training: LocalTraining, shares: Sequence[float]) -> float:
-    """Computes the share of the update at which a gradient is the steps' mean, from `positions`."""
+def _middle(training: LocalTraining, shares: Sequence[float]) -> float:
+    """Computes the share of the update at which a gradient is the steps' mean."""
     # Where gradients change linearly along the path, their mean is that at the mean position.
     weights = step_weights(training)
     return sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights)
@@ -153,14 +151,14 @@ _ITERATIONS = 60  # iterations of the fit after each correction
 
 @final
 class LocalPath:
-    """The path of one client's local steps on one batch, and corrections of the fit along it."""
+    """Follows one client's local steps on one batch, and corrects the fit along their path."""
 
     def __init__(self, observation: Observation, rng: torch.Generator) -> None:
         """Reads the steps of an update that `suits` as one gradient, and watches features drift."""
         self._training = observation.training
         sizes = [_DECAY**step for step in range(self._training.steps)]
-        self._shares = positions(self._training, sizes)
-        share = middle(self._training, self._shares)
+        self._shares = _positions(self._training, sizes)
+        share = _middle(self._training, self._shares)
         self.observation = as_one_gradient(observation, share)
         """One gradient, at the middle."""
         self._classifier = ClassifierGradient.read(self.observation)
@@ -219,7 +217,7 @@ class LocalPath:
             velocity = training.momentum * velocity + gradient
             weights = weights - training.lr * velocity
         if min(sizes) > 0:  # or it is no path that a next correction may follow
-            self._shares = positions(training, sizes)
+            self._shares = _positions(training, sizes)
         one = self._gradient(self._classifier.weights, features, targets)
         return total / sum(step_weights(training)) - one
 

@@ -32,13 +32,13 @@ _EASED, _RAISED = 0.2, 3.0
 _DAMPING = (1e-12, 1e8)  # least and largest damping
 _FLAT = 1e-12  # entry of the diagonal, over the largest, below which no residual changes
 
-Batched = Callable[[Tensor, Tensor], Tensor]
+_Batched = Callable[[Tensor, Tensor], Tensor]
 """Function from points (S, n) and constants to residuals (S, e), or to Jacobians (S, e, n)."""
-Normals = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+_Normals = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function from points (S, n), constants and residuals (S, e) to J'J (S, n, n) and J'r (S, n)."""
 
 
-def _make_normals(jacobians: Batched) -> Normals:
+def _make_normals(jacobians: _Batched) -> _Normals:
     """Returns a function that computes J'J and J'r from the Jacobians J of `jacobians`."""
 
     def normals(points: Tensor, given: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,24 +48,15 @@ def _make_normals(jacobians: Batched) -> Normals:
     return normals
 
 
-def minimize(
-    residuals: Batched,
-    normals: Normals,
+def _minimize(
+    residuals: _Batched,
+    normals: _Normals,
     starts: Tensor,
     given: Tensor,
     iterations: int,
-    enough: float = 0.0,
+    enough: float,
 ) -> tuple[Tensor, Tensor]:
-    """Minimizes |residuals|² from S starts at once; returns points (S, n) and losses (S,) there.
-
-    Args:
-        residuals: function from points and `given` to residuals.
-        normals: function from points, `given` and residuals to J'J and J'r, J their Jacobian.
-        starts: (S, n) float64.
-        given: (S, ...), constants of each start, such as its labels.
-        iterations: steps at most; fewer are made once no start improves.
-        enough: sum of squares; as soon as that of one start is below it, all descents end.
-    """
+    """Minimizes |residuals|² from S starts, until one is below `enough`; returns points, losses."""
     points = starts
     damping = starts.new_full((len(starts),), _FIRST_DAMPING)
     there = residuals(points, given)
@@ -108,7 +99,7 @@ warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarn
 
 
 class Fits(NamedTuple):
-    """Features that descents from several starts have reached."""
+    """Holds features that descents from several starts have reached."""
 
     features: Tensor
     """(S, N, d), without the constant 1."""
@@ -130,7 +121,7 @@ def _whole_inverse(matrix: Tensor) -> Tensor:
 
 @final
 class Consistency:
-    """The residual of a classifier's gradient as a function of features in its row space."""
+    """Computes what features in the row space of a classifier's gradient leave of it."""
 
     def __init__(self, classifier: ClassifierGradient) -> None:
         """Finds the row space: the N strongest right singular directions of the gradient."""
@@ -157,6 +148,7 @@ class Consistency:
 
     @property
     def classes(self) -> int:
+        """Number K of classes."""
         return len(self.classifier.weights)
 
     def unknowns(self, features: Tensor) -> Tensor:
@@ -172,22 +164,27 @@ class Consistency:
         return whole[..., :-1] if self.classifier.biased else whole
 
     def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
-        """Fits the gradient from `points` (S, n) with fixed `labels` (S, N).
+        """Fits the gradient from all starts together, until one of them is good enough.
 
-        All descents end once one start leaves no more than the share `enough` of the gradient's
-        energy. Starts that were not yet reached by then are missing at the end of the result.
+        Starts that were not reached by then are missing at the end of the result.
+
+        Args:
+            points: starts (S, n), as `unknowns` returns them.
+            labels: labels (S, N) of each, which stay.
+            iterations: iterations at most.
+            enough: share of the gradient's squared norm that is good enough to be left.
         """
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // (3 * jacobian))
         found: list[tuple[Tensor, Tensor]] = []
-        normals: Normals = self._normals
+        normals: _Normals = self._normals
         # The products in `_normals` hold for one step without factors; else J itself is built.
         if self.classifier.rates or self.classifier.factors:
             normals = _make_normals(vmap(jacfwd(self.residual)))
         share = enough * float(self._energy)
         for part in zip(torch.split(points, size), torch.split(targets, size), strict=True):
-            found.append(minimize(vmap(self.residual), normals, *part, iterations, share))
+            found.append(_minimize(vmap(self.residual), normals, *part, iterations, share))
             if bool((found[-1][1] < share).any()):
                 break
         reached, sums = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -336,7 +333,7 @@ class _Parts(NamedTuple):
 
 @final
 class Profile:
-    """The residual of a classifier's gradient as a function of features in its rows' span."""
+    """Computes what features in the span of a classifier's rows leave of its gradient."""
 
     def __init__(self, classifier: ClassifierGradient, spread: float | None = None) -> None:
         """Divides the gradient's columns into those of the rows' span and the rest, Y.
@@ -370,6 +367,7 @@ class Profile:
 
     @property
     def classes(self) -> int:
+        """Number K of classes."""
         return len(self.classifier.weights)
 
     @property
@@ -394,7 +392,7 @@ class Profile:
         targets = F.one_hot(labels, self.classes).double()[None]
         parts = self._parts(point[None], targets)
         count, factors = self.classifier.num_images, self.classifier.factors
-        jacobian = self.jacobians(point[None], targets)[0]
+        jacobian = self._jacobians(point[None], targets)[0]
         _, lengths, axes = torch.linalg.svd(jacobian, full_matrices=False)
         spread = axes.T / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
         inside = spread[: len(spread) - factors].square().reshape(count, -1).sum(1)
@@ -414,7 +412,10 @@ class Profile:
         return total
 
     def spread(self, point: Tensor, labels: Tensor) -> float:
-        """Estimates the standard deviation of an entry of Y around what all images share."""
+        """Estimates the standard deviation of an entry of Y, at `point` (n,) and `labels` (N,).
+
+        Y is the features' part outside the span of the classifier's rows, less what all share.
+        """
         # By expectation and maximization, at the error signals that point and labels imply.
         errors = self.errors(point, labels) / len(labels)
         count, noise = len(labels), self.classifier.deviation**2
@@ -456,7 +457,7 @@ class Profile:
         whole: Tensor = inside + rest
         return whole
 
-    def compute_gradient(self, points: Tensor, labels: Tensor) -> Tensor:
+    def _compute_gradient(self, points: Tensor, labels: Tensor) -> Tensor:
         """Computes the gradient (S, K, d + 1) of `points` (S, n); d columns without a bias."""
         errors = self._parts(points, F.one_hot(labels, self.classes).double()).errors
         features = self.classifier.with_constant(self.features(points, labels))
@@ -464,13 +465,20 @@ class Profile:
         return gradient
 
     def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
-        """Fits the gradient from `points` (S, n) as `Consistency` does, but keeps all starts."""
+        """Fits the gradient from all starts together, and returns what each of them has reached.
+
+        Args:
+            points: starts (S, n), as `unknowns` returns them.
+            labels: labels (S, N) of each, which stay.
+            iterations: iterations at most.
+            enough: share of the gradient's squared norm; descents end once one start leaves less.
+        """
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // jacobian)
-        normals = _make_normals(self.jacobians)
+        normals = _make_normals(self._jacobians)
         found = [
-            minimize(self.residuals, normals, *part, iterations, enough * float(self._energy))
+            _minimize(self._residuals, normals, *part, iterations, enough * float(self._energy))
             for part in zip(torch.split(points, size), torch.split(targets, size), strict=True)
         ]
         reached, sums = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -488,12 +496,12 @@ class Profile:
             fit = Profile(self.classifier, spread).descend(fit.points, fit.labels, iterations)
         return fit
 
-    def residuals(self, points: Tensor, targets: Tensor) -> Tensor:
+    def _residuals(self, points: Tensor, targets: Tensor) -> Tensor:
         """Computes implied less observed gradient (S, e), at the best Y, of one-hot `targets`."""
         return self._parts(points, targets).left.flatten(1)
 
-    def jacobians(self, points: Tensor, targets: Tensor) -> Tensor:
-        """Computes the slopes (S, e, n) of `residuals`, without the change of Y with D."""
+    def _jacobians(self, points: Tensor, targets: Tensor) -> Tensor:
+        """Computes the slopes (S, e, n) of `_residuals`, without the change of Y with D."""
         parts = self._parts(points, targets)
         count, rank = self.classifier.num_images, self.rank
         fixed = self._observed.shape[1] - len(self._turn)
@@ -586,7 +594,7 @@ def complete_gradient(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
         bound = torch.full_like(classifier.gradient[0], torch.inf)
     size = float(classifier.gradient.norm())
     for _ in range(_TURNS):
-        implied = problem.compute_gradient(fits.points, fits.labels)[0]
+        implied = problem._compute_gradient(fits.points, fits.labels)[0]
         before = problem.classifier.gradient
         # Pruning removed the smallest entries: none may be filled in beyond what was kept.
         moved = (before + _STRIDE * (implied - before)).clamp(min=-bound, max=bound)

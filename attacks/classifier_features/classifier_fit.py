@@ -94,7 +94,10 @@ class ClassifierSolver(FeatureSolver):
         elif self._explained:
             self._end()
         elif not self.deep:
-            self._deepen()
+            # The best start is descended to the end, and new ones with it.
+            starts = torch.cat([self.best.points, self._draw_starts(8 * self.starts - 1)])
+            self._descend(starts, self.best.labels.expand(len(starts), -1), self.iterations)
+            self.deep = True
         elif self.rounds == self.exchanges or self.failed == _GIVEN_UP:
             self._end()
         else:
@@ -109,13 +112,6 @@ class ClassifierSolver(FeatureSolver):
         fits = self.problem.descend(points, labels, iterations, bound_residual(self.problem))
         self.iteration += iterations
         self._keep(fits)
-
-    def _deepen(self) -> None:
-        """Descends the best start to the end, and new ones with it."""
-        assert self.best is not None
-        starts = torch.cat([self.best.points, self._draw_starts(8 * self.starts - 1)])
-        self._descend(starts, self.best.labels.expand(len(starts), -1), self.iterations)
-        self.deep = True
 
     def _exchange(self) -> None:
         """Replaces some images of the best start, in many ways, and descends again."""
@@ -198,25 +194,22 @@ class ClassifierSolver(FeatureSolver):
     def reconstruction(self) -> Reconstruction:
         """Returns features and labels of `best`, with masks of those determined and certified."""
         assert self.best is not None
+        features, labels = self.best.features[0], self.best.labels[0]
         errors = widen_bounds(bound_errors(self.problem, self.best, 0))
-        certain = (errors < _DETERMINED) & is_explained(self.problem, float(self.loss))
+        certain = (errors < _DETERMINED) & self._explained
         classifier = self.problem.classifier
         # Entries filled in tell nothing new, and what an approximation leaves nobody knows.
         if classifier.removed or classifier.approximation or not classifier.unique:
             certain = torch.zeros_like(certain)
-        drawn = torch.randint(
-            len(self.pool), (_RIVALS, self.problem.classifier.num_images), generator=self.rng
-        )
-        sure = certify_images(
-            self.problem.classifier, self.best.features[0], self.best.labels[0], self.pool[drawn]
-        )
-        features = self.best.features[0]
+        rivals = (_RIVALS, classifier.num_images)
+        drawn = self.pool[torch.randint(len(self.pool), rivals, generator=self.rng)]
+        sure = certify_images(classifier, features, labels, drawn)
         if self.path is not None:
             # They were fitted at the path's middle, and are wanted at its beginning.
             features = self.path.drift(features, 0.0)
         return Reconstruction(
             features=features.float(),
-            labels=self.best.labels[0],
+            labels=labels,
             determined=certain,
             certified=sure & certain,
             loss=float(self.loss),
@@ -261,17 +254,11 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
                 observation, classifier = path.observation, path.classifier
             else:
                 path = None
-        model = rebuild(observation)
         # The model's own features of noise lie where its activations can, as above 0 behind a ReLU.
         noise = torch.randn(_POOL, *observation.model.input_shape, generator=rng)
-        device = classifier.weights.device
-        pool = features_of(
-            model,
-            observation.parameters,
-            observation.buffers,
-            noise.to(device),
-            observation.training,
-        )
+        noise = noise.to(classifier.weights.device)
+        weights = observation.parameters, observation.buffers
+        pool = features_of(rebuild(observation), *weights, noise, observation.training)
         labels = infer_labels(observation)
         # `Profile` holds one gradient with one factor at most; `Consistency` takes the rest.
         whole = small and not classifier.rates and classifier.factors <= 1

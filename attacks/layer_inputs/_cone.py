@@ -26,7 +26,7 @@ from fedsim_attacks.layer_inputs._layers import Signal
 
 _ESSENTIAL = 0.99  # leverage from which a zero does not follow from the others
 _NARROWER, _LAST = 0.3, 6  # factor by which the weights' width shrinks, and iterations at its least
-ZERO = 4.0
+_ZERO = 4.0
 """Distance from 0, in standard deviations of its error, up to which an entry may be 0."""
 
 
@@ -55,7 +55,7 @@ def sharpen(
         weighted = vectors / (at.square() + width**2).sqrt()
         combination = torch.linalg.svd(weighted, full_matrices=False)[0][:, -1]
         at = combination @ vectors
-    zeros = at.abs() < ZERO * deviation
+    zeros = at.abs() < _ZERO * deviation
     # Fewer than r zeros hold for some combination by construction, and prove nothing.
     if int(zeros.sum()) < len(vectors):
         return None
@@ -84,7 +84,7 @@ SignalOf = Callable[[Tensor, float], Signal | None]
 
 @dataclass(frozen=True)
 class Rays:
-    """Inputs as combinations of the rows of a row space."""
+    """Holds inputs as combinations of the rows of a row space."""
 
     combinations: Tensor
     """(k, r), of unit length."""
@@ -101,11 +101,14 @@ def find_rays(
     generator: torch.Generator,
     signal_of: SignalOf | None = None,
 ) -> Rays:
-    """Finds combinations of `rows` (r, n) whose `entries` (r, e) are non-negative, many of them 0.
+    """Finds combinations of rows whose entries are non-negative, many of them 0: r at most.
 
-    Rows are orthogonal, and errors of either have the standard `deviation`. The `generator` draws
-    linear functions. Inputs of which `signal_of`, if given, returns None are dropped. There are r
-    rays at most. All is on the CPU.
+    Args:
+        entries: (r, e) of the r rows, whose combinations must not be negative.
+        rows: (r, n) orthogonal.
+        deviation: standard deviation of the error of an entry of either.
+        generator: stream on the CPU, which draws linear functions.
+        signal_of: tells an input's error signal; inputs for which it returns None are dropped.
     """
     rank = len(entries)
     if rank == 1:  # the only ray, whether it has zeros or not

@@ -39,7 +39,7 @@ _PART = 3  # images that are run without the others, to see whether their featur
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A linear layer, or a convolution to a single pixel, and its gradient in float64."""
+    """Holds a linear layer, or a convolution to a single pixel, and its gradient in float64."""
 
     name: str
     weights: Tensor
@@ -247,7 +247,7 @@ _CLEAR, _NOTHING = 5.0, 8.0
 
 @dataclass(frozen=True)
 class Signal:
-    """An image's error signal as a combination of the gradient's columns, as far as it is known."""
+    """Holds an image's error signal as a combination of the gradient's columns, if it is known."""
 
     combination: Tensor | None
     """(r,): coefficients of the gradient's columns, of unit length; None where several may be."""
@@ -257,7 +257,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class RowSpace:
-    """The strongest singular directions of a gradient, at their lengths."""
+    """Holds the strongest singular directions of a gradient, at their lengths."""
 
     rows: Tensor
     """(r, n), or (r, n + 1) with a bias, orthogonal."""
@@ -321,6 +321,7 @@ class RowSpace:
 
     @property
     def rank(self) -> int:
+        """Number r of directions."""
         return len(self.rows)
 
 
@@ -334,7 +335,7 @@ _WIDTHS = (4.0, 2.0, 1.0, 0.0)
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a layer, one for each image that was found."""
+    """Holds inputs of a layer, one for each image that was found."""
 
     layer: Layer
     values: Tensor
@@ -412,18 +413,21 @@ def inputs_drift(observation: Observation) -> bool:
 
 
 def build_answer(
-    observation: Observation,
-    inputs: Inputs,
-    pixels: Inputs | None,
-    features: Tensor,
-    iterations: int,
+    observation: Observation, inputs: Inputs, pixels: Inputs | None, iterations: int
 ) -> Reconstruction:
-    """Returns images, features and labels; means stand for images that were not found.
+    """Returns features that follow from `inputs`; means stand for images that were not found.
 
-    Images are returned unless `pixels`, the first layer's inputs, are None. Labels are read off
-    `features` (k, d) of the k images found, if none is missing. Over several local steps only
-    images stay as they are: what other inputs tell is never called determined.
+    Labels are read off the features if no image is missing. Over several local steps what other
+    inputs than pixels tell is never called determined.
+
+    Args:
+        observation: the attacked update.
+        inputs: inputs found of a layer from which all features follow.
+        pixels: inputs of the first layer, which are the images; None returns no images.
+        iterations: iterations that it took, for the answer.
     """
+    assert inputs.layer.features is not None
+    features = inputs.layer.features(inputs.values)
     count, found = observation.num_images, len(features)
     certain = inputs.certain & (inputs.layer.pixels or not inputs_drift(observation))
     # The mean is the least wrong where nothing is known, and takes part in no certificate.

@@ -10,13 +10,12 @@ such embeddings of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, ClassVar, final
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Grant, Knowledge
@@ -32,23 +31,32 @@ from fedsim_attacks.gradient_matching._image_priors import (
 from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, trace_layers
 
 
-@dataclass(kw_only=True)
 class _Unmixing(AttackState):
     """The unmixing matrix and what it unmixes."""
 
-    observation: Observation
-    layer: Layer
-    white: Tensor
-    """(r, n): the gradient's rows, centered, uncorrelated and of variance 1."""
-    space: RowSpace
-    whitening: Tensor
-    """(r, r): matrix that makes `white` of the centered rows."""
-    matrix: Tensor
-    """(r, r): unmixing matrix, whose rows are brought to unit length before use."""
-    optimizer: torch.optim.Adam
-    rng: torch.Generator
-    inversion: tuple[Drawing, ForwardPrior] | None = None
-    """Pixels, and the prior that holds them to unmixed features; None before these are unmixed."""
+    def __init__(
+        self, observation: Observation, layer: Layer, step_size: float, rng: torch.Generator
+    ) -> None:
+        """Whitens the gradient of `layer`, and draws a random unmixing matrix."""
+        super().__init__(loss=torch.full((), torch.inf))
+        self.observation, self.layer, self.rng = observation, layer, rng
+        self.space = RowSpace.decompose(layer, observation.num_images)
+        values = self.space.rows[:, : layer.weights.shape[1]]
+        centered = values - values.mean(1, keepdim=True)
+        lengths, directions = torch.linalg.eigh(centered @ centered.T / centered.shape[1])
+        scaled = lengths.clamp_min(torch.finfo(lengths.dtype).tiny).rsqrt()
+        # Whitened, independent inputs are at orthogonal unit vectors: only a turn is to be found.
+        self.whitening = scaled[:, None] * directions.T
+        """(r, r): matrix that makes `white` of the centered rows."""
+        self.white = self.whitening @ centered
+        """(r, n): the gradient's rows, centered, uncorrelated and of variance 1."""
+        rank = self.space.rank
+        start = torch.randn(rank, rank, generator=rng, dtype=torch.float64)
+        self.matrix = start.to(values).requires_grad_()
+        """(r, r): unmixing matrix, whose rows are brought to unit length before use."""
+        self.optimizer = torch.optim.Adam([self.matrix], lr=step_size)
+        self.inversion: tuple[Drawing, ForwardPrior] | None = None
+        """Pixels, and the prior that holds them to features; None before these are unmixed."""
 
 
 @final
@@ -91,27 +99,7 @@ class CocktailParty(IterativeAttack[_Unmixing]):
             raise AttackFailed(
                 "the model has no linear layer from whose inputs all features follow"
             )
-        layer = layers[0]
-        space = RowSpace.decompose(layer, observation.num_images)
-        values = space.rows[:, : layer.weights.shape[1]]
-        centered = values - values.mean(1, keepdim=True)
-        lengths, directions = torch.linalg.eigh(centered @ centered.T / centered.shape[1])
-        scaled = lengths.clamp_min(torch.finfo(lengths.dtype).tiny).rsqrt()
-        # Whitened, independent inputs are at orthogonal unit vectors: only a turn is to be found.
-        whitening = scaled[:, None] * directions.T
-        start = torch.randn(space.rank, space.rank, generator=rng, dtype=torch.float64)
-        matrix = start.to(values).requires_grad_()
-        return _Unmixing(
-            loss=torch.full((), torch.inf),
-            observation=observation,
-            layer=layer,
-            white=whitening @ centered,
-            space=space,
-            whitening=whitening,
-            matrix=matrix,
-            optimizer=torch.optim.Adam([matrix], lr=self.step_size),
-            rng=rng,
-        )
+        return _Unmixing(observation, layers[0], self.step_size, rng)
 
     def total(self) -> int:
         """Returns the number of steps of unmixing and of inverting embeddings, for progress."""
@@ -147,7 +135,7 @@ class CocktailParty(IterativeAttack[_Unmixing]):
             values = values * values.sum(1, keepdim=True).sign()
             loss = loss + self.sign * (-values).clamp_min(0).mean()
         state.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         state.optimizer.step()
         state.loss = loss.detach()
         state.iteration += 1
@@ -202,13 +190,13 @@ class CocktailParty(IterativeAttack[_Unmixing]):
             values = torch.cat(
                 [values, values.mean(0, keepdim=True).expand(count - len(values), -1)]
             )
+            images, spec = None, state.observation.model
             if layer.pixels:
-                shape = (-1, *state.observation.model.input_shape)
-                spec = state.observation.model
-                images = denormalize(values.float().view(shape), spec).clamp(0, 1)
+                pixels = values.float().view(-1, *spec.input_shape)
+                images = denormalize(pixels, spec).clamp(0, 1)
             assert layer.features is not None
             return Reconstruction(
-                images=images if layer.pixels else None,
+                images=images,
                 features=layer.features(values).float(),
                 loss=float(state.loss),
                 iterations=state.iteration,

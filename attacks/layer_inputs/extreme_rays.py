@@ -87,9 +87,7 @@ class ExtremeRays(DirectAttack):
             pixels = best
         elif pixels is not None and inputs_drift(observation):
             best = pixels
-        assert best.layer.features is not None
-        features = best.layer.features(best.values)
-        answer = build_answer(observation, best, pixels, features, programs)
+        answer = build_answer(observation, best, pixels, programs)
         return replace(answer, certified=certify_inputs(observation, answer))
 
 

@@ -11,7 +11,6 @@ drawn from one image's zeros.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, final
 
 import torch
@@ -42,10 +41,7 @@ _PRECISELY_SAME, _ROUGHLY_SAME = 1e-5, 1e-3
 def _sample_kernels(
     space: RowSpace, number: int, sparsity: float, generator: torch.Generator
 ) -> Tensor:
-    """Draws `number` sets of r - 1 neurons; returns sparse combinations (c, r) in their kernels.
-
-    Of the m entries, one a neuron, at least the share `sparsity` is 0. `generator` is on the CPU.
-    """
+    """Draws `number` sets of r - 1 neurons; returns sparse combinations (c, r) in their kernels."""
     unit, kernels = _draw_kernels(space, number, generator)
     at = (kernels @ unit.T).abs()
     zeros = at < _NEAR * at.amax(1, keepdim=True)
@@ -107,13 +103,20 @@ def _is_new(each: Tensor, others: Tensor, sine: float) -> bool:
     return not bool((across < sine).any())
 
 
-class Candidates:
-    """Combinations (c, r) of the gradient's columns, each once, the sparsest first."""
+class _SpearState(AttackState):
+    """The combinations found so far, and the best selection among them."""
 
-    def __init__(self, layer: Layer, space: RowSpace) -> None:
-        self.layer = layer
-        self.space = space
-        self.combinations = space.columns.new_zeros(0, space.rank)
+    def __init__(self, observation: Observation, layer: Layer, rng: torch.Generator) -> None:
+        super().__init__(loss=torch.ones(()))
+        self.observation, self.layer, self.rng = observation, layer, rng
+        self.space = RowSpace.decompose(layer, observation.num_images)
+        self.combinations = self.space.columns.new_zeros(0, self.space.rank)
+        """(c, r) of the gradient's columns, each once, the sparsest first."""
+        self.known = 0
+        """Number of combinations at the last selection."""
+        self.best: Inputs | None = None
+        self.score = 0.0
+        """Share of neurons and images that agree with `best`, in [0, 1]."""
 
     def add(self, combinations: Tensor) -> None:
         """Adds the new ones among unit `combinations` (c, r), and sorts all by their zeros."""
@@ -124,7 +127,7 @@ class Candidates:
         self.combinations = self.combinations[zeros.argsort(descending=True, stable=True)]
 
     def select(self) -> tuple[Inputs, float] | None:
-        """Selects r combinations greedily; returns their inputs and a score <= 1, or None."""
+        """Selects r combinations greedily; returns their inputs and score, or None of too few."""
         chosen: list[int] = []
         for index in range(len(self.combinations)):
             tried = self.combinations[[*chosen, index]]
@@ -169,20 +172,6 @@ _DESCENTS = 64  # descents of one iteration
 _COMPLETE = 0.999  # score from which on all neurons agree, but for some that rounding leaves open
 
 
-@dataclass(kw_only=True)
-class _SpearState(AttackState):
-    """The combinations found so far, and the best selection among them."""
-
-    observation: Observation
-    candidates: Candidates
-    rng: torch.Generator
-    best: Inputs | None = None
-    score: float = 0.0
-    """Share of neurons and images that agree with it, in [0, 1]."""
-    known: int = 0
-    """Number of combinations at the last selection."""
-
-
 @final
 class Spear(IterativeAttack[_SpearState]):
     """Takes a layer's gradient apart by the zeros that ReLU leaves in error signals.
@@ -217,28 +206,19 @@ class Spear(IterativeAttack[_SpearState]):
         ]
         if not layers:
             raise AttackFailed("the model has no linear layer with a bias that ReLU follows")
-        space = RowSpace.decompose(layers[0], observation.num_images)
-        return _SpearState(
-            loss=torch.ones(()),
-            observation=observation,
-            candidates=Candidates(layers[0], space),
-            rng=rng,
-        )
+        return _SpearState(observation, layers[0], rng)
 
     def step(self, state: _SpearState) -> _SpearState:
         """Draws sets of neurons, and selects anew if combinations have been found."""
         state.iteration += 1
-        candidates = state.candidates
-        number = _TOGETHER
+        number, before = _TOGETHER, state.known
         if self.search == "descent":
             number = _DESCENTS
-            candidates.add(_descend_kernels(candidates.space, number, self.sparsity, state.rng))
-        found = _sample_kernels(candidates.space, number, self.sparsity, state.rng)
-        before = state.known
-        candidates.add(found)
-        state.known = len(candidates.combinations)
+            state.add(_descend_kernels(state.space, number, self.sparsity, state.rng))
+        state.add(_sample_kernels(state.space, number, self.sparsity, state.rng))
+        state.known = len(state.combinations)
         if state.known > before:
-            selected = candidates.select()
+            selected = state.select()
             if selected is not None and selected[1] > state.score:
                 state.best, state.score = selected
                 state.loss = torch.tensor(1 - state.score)
@@ -252,15 +232,12 @@ class Spear(IterativeAttack[_SpearState]):
         """Returns features, and labels and images where inputs tell them; means for the rest."""
         inputs = state.best
         if inputs is None:
-            found = len(state.candidates.combinations)
             raise AttackFailed(
-                f"{found} of {state.candidates.space.rank} sparse combinations were found: raise "
+                f"{state.known} of {state.space.rank} sparse combinations were found: raise "
                 "iterations, or observe smaller batches"
             )
         if state.score < _COMPLETE:
             # A selection that contradicts some neuron is an answer, but none is determined.
             inputs.errors.fill_(torch.inf)
-        assert inputs.layer.features is not None
-        features = inputs.layer.features(inputs.values)
         pixels = inputs if inputs.layer.pixels else None
-        return build_answer(state.observation, inputs, pixels, features, state.iteration)
+        return build_answer(state.observation, inputs, pixels, state.iteration)

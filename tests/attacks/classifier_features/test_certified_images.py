@@ -1,8 +1,5 @@
 """Certificates of an ordinary classifier's features: none that is false, whatever is wrong."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.scoring import false_certificates
-from fedsim.types import UNKNOWN, Effect, GroundTruth, Reconstruction
+from fedsim.types import UNKNOWN, Effect, GroundTruth
 from fedsim_attacks.classifier_features import _certificates
 from fedsim_attacks.classifier_features._profile import Consistency, Profile
 
@@ -32,19 +29,19 @@ class Client:
     biased: bool = True
 
     @property
-    def whole(self) -> Tensor:
+    def whole(self):
         """Features with the constant that the bias is a weight of."""
         return F.pad(self.features, (0, 1), value=1.0) if self.biased else self.features
 
     @property
-    def gradient(self) -> Tensor:
+    def gradient(self):
         """∂L/∂[W b] in float32."""
         logits = self.whole @ self.weights.T
         errors = logits.softmax(1) - F.one_hot(self.labels, len(self.weights))
         return errors.T @ self.whole / len(self.labels)
 
 
-def client(count: int, seed: int, classes: int = 10, biased: bool = True) -> Client:
+def client(count, seed, classes=10, biased=True):
     stream = rng.generator(seed, "certificates", count)
     common = torch.rand(DIMENSION, generator=stream)
     features = (common + 0.5 * torch.randn(count, DIMENSION, generator=stream)).relu()
@@ -53,9 +50,7 @@ def client(count: int, seed: int, classes: int = 10, biased: bool = True) -> Cli
     return Client(features=features, labels=labels, weights=weights, biased=biased)
 
 
-def answer(
-    known: Client, gradient: Tensor | None = None, *, effect: Effect | None = None
-) -> Reconstruction:
+def answer(known, gradient=None, *, effect=None):
     """The attack's answer to a gradient, from the right labels on."""
     observed = known.gradient if gradient is None else gradient
     classifier = classifier_gradient(
@@ -68,7 +63,7 @@ def answer(
     return search(problem, pool, labels, stream, starts=2, exchanges=2)
 
 
-def counted(found: Reconstruction, known: Client) -> tuple[int, int]:
+def counted(found, known):
     """How many images are certified, and how many of these wrongly."""
     assert not bool((found.certified & ~found.determined).any())
     images = torch.zeros(len(known.labels), 1, 1, 1)
@@ -78,9 +73,7 @@ def counted(found: Reconstruction, known: Client) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("seeds", "counts"), [(1, (1, 4, 9)), slow(7, range(1, 10))])
-def test_nearly_all_images_are_certified_and_none_falsely(
-    seeds: int, counts: Sequence[int]
-) -> None:
+def test_nearly_all_images_are_certified_and_none_falsely(seeds, counts):
     """At seven seeds, 315 images."""
     total = right = 0
     for seed in range(seeds):
@@ -94,7 +87,7 @@ def test_nearly_all_images_are_certified_and_none_falsely(
 
 
 @pytest.mark.slow
-def test_clipping_leaves_certificates_and_what_is_not_declared_none() -> None:
+def test_clipping_leaves_certificates_and_what_is_not_declared_none():
     known = client(4, 1)
     assert counted(answer(known, 0.3 * known.gradient, effect=Effect(scaled=True)), known) == (4, 0)
     assert counted(answer(known, 0.3 * known.gradient), known)[0] == 0
@@ -103,7 +96,7 @@ def test_clipping_leaves_certificates_and_what_is_not_declared_none() -> None:
 
 
 @pytest.mark.parametrize("share", [slow(1e-6), 1e-5, *map(slow, (1e-4, 1e-3, 1e-2, 1e-1))])
-def test_noise_that_nobody_declares_is_noticed(share: float) -> None:
+def test_noise_that_nobody_declares_is_noticed(share):
     for seed in range(2):
         known = client(6, seed)
         gradient = known.gradient
@@ -118,7 +111,7 @@ def test_noise_that_nobody_declares_is_noticed(share: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("told", [True, False])
-def test_short_types_give_no_false_certificate(dtype: torch.dtype, told: bool) -> None:
+def test_short_types_give_no_false_certificate(dtype, told):
     for count in (1, 3, 6, 9):
         known = client(count, 2)
         sent = known.gradient.to(dtype)
@@ -128,7 +121,7 @@ def test_short_types_give_no_false_certificate(dtype: torch.dtype, told: bool) -
 
 
 @pytest.mark.parametrize("rate", [1e-6, *map(slow, (1e-4, 1e-2, 1.0))])
-def test_steps_taken_for_one_give_no_false_certificate(rate: float) -> None:
+def test_steps_taken_for_one_give_no_false_certificate(rate):
     """Three steps, whose mean gradient is taken for that of one."""
     for count in (1, 2, 5):
         known = stepped = client(count, 3)
@@ -141,13 +134,13 @@ def test_steps_taken_for_one_give_no_false_certificate(rate: float) -> None:
         assert rate < 1e-2 or not certified
 
 
-def two_lengths(classes: int) -> tuple[Client, Client]:
+def two_lengths(classes):
     """Two images without a bias that give one gradient: t (1 - p(t)) has each value twice."""
     direction = F.normalize(torch.ones(DIMENSION), dim=0)
     weights = -direction.expand(classes, -1).clone()
     weights[0] = direction
 
-    def pull(length: float) -> float:
+    def pull(length):
         logits = length * (weights.double() @ direction.double())
         return length * float(1 - logits.softmax(0)[0])
 
@@ -167,7 +160,7 @@ def two_lengths(classes: int) -> tuple[Client, Client]:
 
 
 @pytest.mark.parametrize("classes", [2, 10])
-def test_two_images_of_one_gradient_are_not_certified(classes: int) -> None:
+def test_two_images_of_one_gradient_are_not_certified(classes):
     """Of ten classes nine are alike, so that equations seem to be left over."""
     for known, other in (two_lengths(classes), two_lengths(classes)[::-1]):
         torch.testing.assert_close(known.gradient, other.gradient, rtol=1e-4, atol=1e-6)
@@ -175,7 +168,7 @@ def test_two_images_of_one_gradient_are_not_certified(classes: int) -> None:
             assert counted(answer(known, gradient), known)[0] == 0
 
 
-def test_two_labelings_of_one_gradient_are_not_certified() -> None:
+def test_two_labelings_of_one_gradient_are_not_certified():
     """An untrained classifier of zeros and as many images as classes but one."""
     known = replace(client(9, 4, biased=False), labels=torch.arange(9))
     known = replace(known, weights=torch.zeros_like(known.weights))
@@ -188,7 +181,7 @@ def test_two_labelings_of_one_gradient_are_not_certified() -> None:
 
 
 @pytest.mark.slow
-def test_equal_images_and_vanished_signals_are_told_apart() -> None:
+def test_equal_images_and_vanished_signals_are_told_apart():
     known = client(5, 5)
     same = replace(known, features=known.features.clone(), labels=known.labels.clone())
     same.features[1], same.labels[1] = same.features[0], same.labels[0]
@@ -199,7 +192,7 @@ def test_equal_images_and_vanished_signals_are_told_apart() -> None:
     assert counted(answer(sure), sure)[1] == 0
 
 
-def test_an_image_that_is_not_there_is_not_certified() -> None:
+def test_an_image_that_is_not_there_is_not_certified():
     """One image, and the same one twice, have one gradient."""
     for seed in range(6):
         known = client(1, seed)
@@ -209,7 +202,7 @@ def test_an_image_that_is_not_there_is_not_certified() -> None:
 
 
 @pytest.mark.slow
-def test_what_lies_outside_the_row_space_forbids_a_certificate() -> None:
+def test_what_lies_outside_the_row_space_forbids_a_certificate():
     """As of an image more than the attacker believes, whose part is small."""
     known = client(4, 6)
     gradient = known.gradient
@@ -240,9 +233,7 @@ def test_what_lies_outside_the_row_space_forbids_a_certificate() -> None:
     ],
     ids=["declared", "reproduced", "no rival", "apart"],
 )
-def test_each_rule_is_needed(
-    rule: str, loosened: object, law: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rule_is_needed(rule, loosened, law, monkeypatch):
     monkeypatch.setattr(_certificates, rule, loosened)
     with pytest.raises(AssertionError):
         law()
@@ -250,7 +241,7 @@ def test_each_rule_is_needed(
 
 @pytest.mark.parametrize("gap", [slow(6.0), slow(8.0), 15.0, 40.0])
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
-def test_classes_that_no_image_is_taken_for_prove_nothing(gap: float, dtype: torch.dtype) -> None:
+def test_classes_that_no_image_is_taken_for_prove_nothing(gap, dtype):
     """Of ten classes two are likely: as with two classes, an unknown factor mixes two images.
 
     The more alike these are, the less is left of the others' rows.
