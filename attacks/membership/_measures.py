@@ -33,7 +33,10 @@ def require_candidates(knowledge: Knowledge) -> MembershipCandidates:
 
 
 def weights_after(seen: Observation, update: Tensors) -> Tensors:
-    """Returns the weights that an `update` of the global model of `seen` leads to."""
+    """Returns the client's weights, by name, after its `update` of the weights sent in `seen`.
+
+    Weights that the update lacks stay as they were sent.
+    """
     # A gradient is descended at the learning rate; an update is itself the change of weights.
     scale = -seen.training.lr if seen.training.algorithm == "fedsgd" else 1.0
     moved = {name: seen.parameters[name] + scale * change for name, change in update.items()}
@@ -49,7 +52,11 @@ def chunk_size(seen: Observation) -> int:
 def train_shadows(
     model: Classifier, seen: Observation, batches: list[tuple[Tensor, Tensor]]
 ) -> Tensors:
-    """Returns updates (S, ...) of shadows, as means of n clients with `batches` (S n, B, ...)."""
+    """Returns the updates (S, ...) of S shadows by name, each the mean of n clients, as in `seen`.
+
+    `batches` has inputs (S n, B, ...), normalized, and labels (S n, B) of each local step of all
+    clients; a single batch serves all steps.
+    """
     training = seen.training
     count = len(batches[0][1])
     start = {n: value.expand(count, *value.shape) for n, value in seen.parameters.items()}
@@ -63,16 +70,19 @@ def train_shadows(
     }
 
 
-def log_odds(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
+AskedExamples = tuple[Tensor, Tensor]
+"""AskedExamples that are asked about: inputs (N, ...) in [0, 1], and labels (N,)."""
+
+
+def log_odds(seen: Observation, weights: Tensors, asked: AskedExamples) -> Tensor:
     """Returns log(p / (1 - p)) (N,) float64, with p the probability of each example's label.
 
-    `weights` are by name, others those of `seen`. `inputs` (N, ...) are in [0, 1].
+    The model is that of `seen` with these `weights`, by name. Buffers are those of `seen`.
     """
     model, state = rebuild(seen).eval(), {**seen.buffers, **weights}
     found = []
     with torch.no_grad():
-        batches = zip(torch.split(inputs, _AT_ONCE), torch.split(labels, _AT_ONCE), strict=True)
-        for images, classes in batches:
+        for images, classes in zip(*(torch.split(each, _AT_ONCE) for each in asked), strict=True):
             logits = functional_call(model, state, (normalize(images, seen.model),)).double()
             found.append(odds_of_logits(logits, classes))
     return torch.cat(found)
@@ -87,26 +97,26 @@ def odds_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
     return odds
 
 
-def losses(seen: Observation, weights: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Returns each example's cross-entropy (N,) under `weights`; arguments as in `log_odds`."""
+def losses(seen: Observation, weights: Tensors, asked: AskedExamples) -> Tensor:
+    """Returns the cross-entropy (N,) of each example, in nats, under the model of `log_odds`."""
     # -log p = log(1 + exp(-odds)), which is exact also where p rounds to 1.
-    return F.softplus(-log_odds(seen, weights, inputs, labels))
+    return F.softplus(-log_odds(seen, weights, asked))
 
 
-LARGEST_EXACT = 1 << 18
+_LARGEST_EXACT = 1 << 18
 """Number of parameters up to which gradients are compared entry by entry."""
-SKETCHED = 1 << 17
+_SKETCHED = 1 << 17
 """Longer gradients are compared by so many sums of their entries with random signs."""
 _GRADIENT_ENTRIES = 1 << 26
 """Maximum number of entries of the gradients that are computed together."""
 
 
 class ExampleGradients:
-    """Per-example gradients of an observation's model, and vectors to compare them with."""
+    """Computes examples' gradients of an observation's model, and vectors to compare them with."""
 
-    # Models above `LARGEST_EXACT` are compared by a count sketch, whose inner products are those of
-    # the entries on average (Charikar, Chen and Farach-Colton, 2002). Batch norm and dropout are as
-    # at evaluation, since an example alone has no batch.
+    # Models above `_LARGEST_EXACT` are compared by a count sketch, whose inner products are, on
+    # average, those of the entries (Charikar, Chen and Farach-Colton, 2002). Batch norm and dropout
+    # are as at evaluation, since an example alone has no batch.
 
     def __init__(self, observation: Observation, kept: Tensors | None = None) -> None:
         """Rebuilds the model; `kept` masks the entries that are compared, None: all are."""
@@ -117,10 +127,10 @@ class ExampleGradients:
         self._mask = None if kept is None else self._flat(kept)
         self._entries = sum(value.numel() for value in observation.update.values())
         self._sums: Tensor | None = None
-        if self._entries > LARGEST_EXACT:
+        if self._entries > _LARGEST_EXACT:
             # The sketch is arbitrary and the same for all that is compared.
             stream = torch.Generator().manual_seed(0)
-            self._sums = torch.randint(SKETCHED, (self._entries,), generator=stream)
+            self._sums = torch.randint(_SKETCHED, (self._entries,), generator=stream)
             self._signs = 2.0 * torch.randint(2, (self._entries,), generator=stream) - 1
         self._each: Callable[[Tensors, Tensor, Tensor], Tensors] = vmap(
             grad(self._loss), in_dims=(None, 0, 0)
@@ -130,16 +140,14 @@ class ExampleGradients:
         logits = functional_call(self._model, {**self._state, **trained}, (image[None],))
         return F.cross_entropy(logits, label[None])
 
-    def of(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Returns the gradients (n, k) of each example's loss: k entries, or k sums of a sketch."""
+    def of(self, asked: AskedExamples) -> Tensor:
+        """Returns the gradients (N, k) of each example's loss: k entries, or k sums of a sketch."""
         # Only what the update names is differentiated; all else is a constant of the model.
         trained = {name: self._state[name] for name in self._names}
         # Each example has a gradient as large as the model, so that few are made at a time.
         size = max(1, min(256, _GRADIENT_ENTRIES // self._entries))
         found = []
-        for images, classes in zip(
-            torch.split(inputs, size), torch.split(labels, size), strict=True
-        ):
+        for images, classes in zip(*(torch.split(each, size) for each in asked), strict=True):
             each = self._each(trained, normalize(images, self._spec), classes)
             flat = torch.cat([each[name].flatten(1) for name in self._names], dim=1)
             found.append(self._compare(flat.detach()))
@@ -159,22 +167,22 @@ class ExampleGradients:
             return flat
         # Each entry is added with its sign to one sum. Products of different entries that meet
         # there have either sign, so that their mean is 0.
-        sketch = torch.zeros(len(flat), SKETCHED)
+        sketch = torch.zeros(len(flat), _SKETCHED)
         return sketch.index_add_(1, self._sums, flat * self._signs)
 
 
 class UpdateSimilarity:
     """Compares examples' gradients with any number of updates of one global model."""
 
-    def __init__(self, seen: Observation, inputs: Tensor, labels: Tensor) -> None:
+    def __init__(self, seen: Observation, asked: AskedExamples) -> None:
         """Computes the examples' gradients at the weights that `seen` started from."""
         self._gradients = ExampleGradients(seen)
-        self._rows = self._gradients.of(inputs, labels)
+        self._rows = self._gradients.of(asked)
         # An update of weights points against the gradients; a gradient itself does not.
         self._sign = 1.0 if mean_gradient_factor(seen.training) > 0 else -1.0
 
     def inner(self, update: Tensors) -> Tensor:
-        """Returns the inner products (N,) of each gradient and the `update` as it was observed."""
+        """Returns inner products (N,), positive where descending the gradient led to the update."""
         # A change of weights is negated and a gradient is not, so that more speaks for membership.
         return (self._rows @ (self._sign * self._gradients.vector(update))).double()
 

@@ -20,7 +20,7 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.types import Observation, as_pixels
-from fedsim_attacks.membership._measures import ExampleGradients
+from fedsim_attacks.membership._measures import AskedExamples, ExampleGradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,28 +113,29 @@ class _Weights:
     """Variance of the coefficient of a member."""
 
 
-def append_public(
-    inputs: Tensor, labels: Tensor, known: Knowledge, most: int
-) -> tuple[Tensor, ...]:
-    """Returns `inputs` and `labels`, and behind them those of at most `most` public examples."""
+def append_public(asked: AskedExamples, known: Knowledge, most: int) -> AskedExamples:
+    """Returns the examples `asked` about and, behind them, at most `most` public ones, if known."""
     if known.public_images is None or known.public_labels is None:
-        return inputs, labels
+        return asked
     shown = as_pixels(known.public_images[:most])
-    return torch.cat([inputs, shown]), torch.cat([labels, known.public_labels[:most]])
+    return torch.cat([asked[0], shown]), torch.cat([asked[1], known.public_labels[:most]])
 
 
 def fit_presence(
-    seen: Observation, inputs: Tensor, labels: Tensor, asked: int, chance: float | Tensor = 0.5
+    seen: Observation, examples: AskedExamples, asked: int, chance: float | Tensor = 0.5
 ) -> PresenceFit:
-    """Fits the first `asked` of the examples, each there with `chance` < 1, to one update.
+    """Fits the gradients of examples to one update; AttackFailed if all of them are 0.
 
-    `inputs` (N, ...) are in [0, 1], and public ones follow those asked about. A tensor (asked,) has
-    a chance for each. Raises AttackFailed if all gradients are 0.
+    Args:
+        seen: the update.
+        examples: those asked about, and behind them public ones, as `append_public` returns them.
+        asked: number of examples that are asked about.
+        chance: probability below 1 that each of these took part; or one of each, (asked,).
     """
     # The defense removed entries of the update, so that they are left out of gradients, too.
     kept = {n: t != 0 for n, t in seen.update.items()} if seen.effect.removed else None
     gradients = ExampleGradients(seen, kept)
-    rows = gradients.of(inputs, labels)
+    rows = gradients.of(examples)
     vector = gradients.vector(seen.update) * mean_gradient_factor(seen.training)
     # The fits below cost as much as examples have inner products, whatever the model's size.
     products = _InnerProducts(
@@ -152,7 +153,7 @@ def fit_presence(
     chances = torch.as_tensor(chance, dtype=torch.float64).expand(asked)
     best: tuple[float, tuple[_InnerProducts, _Weights, float]] | None = None
     for others in _OTHERS:
-        weights = _expect_weights(seen, len(labels), others, chances)
+        weights = _expect_weights(seen, len(rows), others, chances)
         for drift in (_ROUNDING,) if one_step else _DRIFTS:
             at, noise, scale = _scaled(products, weights, drift, variance)
             found = at.fit(weights.mean, weights.spread, noise, scored=False).log_likelihood

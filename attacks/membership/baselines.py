@@ -53,10 +53,10 @@ class LossTrajectory(DirectAttack):
         if self.summary == "last":
             seen = seen[-1:]
         after = torch.stack(
-            [losses(each, weights_after(each, each.update), *asked) for each in seen]
+            [losses(each, weights_after(each, each.update), asked) for each in seen]
         )
         if self.summary == "fall":
-            after = after - torch.stack([losses(each, each.parameters, *asked) for each in seen])
+            after = after - torch.stack([losses(each, each.parameters, asked) for each in seen])
         # A member's loss is low, and its score has to be high.
         return Reconstruction(membership=-after.mean(0), loss=0.0, iterations=0)
 
@@ -83,9 +83,9 @@ class GradientSimilarity(DirectAttack):
     ) -> Reconstruction:
         """Returns each candidate's mean similarity over rounds, as `membership` (N,)."""
         candidates = require_candidates(knowledge)
-        each = []
+        asked, each = (candidates.inputs, candidates.labels), []
         for seen in candidates.of_victim(observation):
-            similarity = UpdateSimilarity(seen, candidates.inputs, candidates.labels)
+            similarity = UpdateSimilarity(seen, asked)
             # Values of the option are the names of the two methods.
             each.append(getattr(similarity, self.measure)(seen.update))
         return Reconstruction(membership=torch.stack(each).mean(0), loss=0.0, iterations=0)
@@ -139,10 +139,10 @@ class FedMIA(DirectAttack):
         asked = candidates.inputs, candidates.labels
         if self.measure == "loss":
             return torch.stack(
-                [-losses(each, weights_after(each, each.update), *asked) for each in seen]
+                [-losses(each, weights_after(each, each.update), asked) for each in seen]
             )
         # All clients of a round start from the same weights.
-        similarity = UpdateSimilarity(seen[0], *asked)
+        similarity = UpdateSimilarity(seen[0], asked)
         return torch.stack([similarity.cosine(each.update) for each in seen])
 
     def _compare(self, measured: Tensor, own: int) -> Tensor:

@@ -21,6 +21,7 @@ from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction, Tensors, as_pixels
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.membership._measures import (
+    AskedExamples,
     UpdateSimilarity,
     chunk_size,
     log_odds,
@@ -79,14 +80,14 @@ class ShadowLikelihood(DirectAttack):
         """Returns log-likelihood ratios (N,) of one round, whose shadows held `coins` (S, N)."""
         asked = candidates.inputs, candidates.labels
         if self.measure == "cosine":
-            measure = UpdateSimilarity(seen, *asked).cosine
+            measure = UpdateSimilarity(seen, asked).cosine
             own = measure(seen.update)
             each = torch.stack(
                 [measure({n: u[s] for n, u in updates.items()}) for s in range(len(coins))]
             )
         else:
-            own = log_odds(seen, weights_after(seen, seen.update), *asked)
-            each = _shadow_odds(seen, updates, *asked)
+            own = log_odds(seen, weights_after(seen, seen.update), asked)
+            each = _shadow_odds(seen, updates, asked)
         inside, outside = _moments(each, coins), _moments(each, ~coins)
         return _log_normal(own, *inside) - _log_normal(own, *outside)
 
@@ -149,9 +150,9 @@ def _train(seen: Observation, pool: _ShadowPool, coins: Tensor, rng: torch.Gener
     return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 
 
-def _shadow_odds(seen: Observation, updates: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
+def _shadow_odds(seen: Observation, updates: Tensors, asked: AskedExamples) -> Tensor:
     """Returns log-odds (S, N) of the labels under the shadows' models."""
-    model, images = rebuild(seen).eval(), normalize(inputs, seen.model)
+    model, images = rebuild(seen).eval(), normalize(asked[0], seen.model)
 
     def logits(update: Tensors) -> Tensor:
         state = {**seen.buffers, **weights_after(seen, update)}
@@ -161,7 +162,7 @@ def _shadow_odds(seen: Observation, updates: Tensors, inputs: Tensor, labels: Te
     # In chunks, which bound the memory of the activations.
     each: Callable[[Tensors], Tensor] = torch.vmap(logits, chunk_size=8)
     with torch.no_grad():
-        return odds_of_logits(each(updates).double(), labels)
+        return odds_of_logits(each(updates).double(), asked[1])
 
 
 def _moments(each: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,12 +67,12 @@ class SourceInference(DirectAttack):
     def _score_by_gradients(self, records: SourceRecords, knowledge: Knowledge) -> Tensor:
         """Returns the clients' log-likelihoods (N, K), up to a constant of each record."""
         asked, clients = len(records.labels), records.clients
-        inputs, labels = append_public(records.inputs, records.labels, knowledge, self.public)
+        examples = append_public((records.inputs, records.labels), knowledge, self.public)
         scores = torch.zeros(asked, len(clients), dtype=torch.float64)
         for seen, own in zip(records.seen, records.participants, strict=True):
             # A sum of all clients has every record, whoever holds it.
             if 0 < len(own) < len(clients):
-                fit = fit_presence(seen, inputs, labels, asked, len(own) / len(clients))
+                fit = fit_presence(seen, examples, asked, len(own) / len(clients))
                 scores[:, [client in own for client in clients]] += fit.evidence[:, None]
         return scores
 
@@ -84,7 +84,7 @@ def _score_by_losses(records: SourceRecords) -> Tensor:
             "a sum has no model of a single client whose loss could be taken; use `evidence: "
             "gradients`"
         )
-    clients = records.clients
+    clients, asked = records.clients, (records.inputs, records.labels)
     total = torch.zeros(len(records.labels), len(clients), dtype=torch.float64)
     times = torch.zeros(len(clients), dtype=torch.float64)
     together = zip(records.seen, records.participants, strict=True)
@@ -93,11 +93,7 @@ def _score_by_losses(records: SourceRecords) -> Tensor:
         pairs = list(group)
         places = [clients.index(own[0]) for _, own in pairs]
         found = torch.stack(
-            [
-                losses(seen, weights_after(seen, seen.update), records.inputs, records.labels)
-                for seen, _ in pairs
-            ],
-            dim=1,
+            [losses(seen, weights_after(seen, seen.update), asked) for seen, _ in pairs], dim=1
         )
         # Later rounds have smaller losses, also of clients that took no part in earlier ones.
         total[:, places] += found - found.mean(1, keepdim=True)

@@ -39,13 +39,13 @@ class UpdateMembership(DirectAttack):
     ) -> Reconstruction:
         """Returns the sum over rounds of each score, of about unit spread, as `membership` (N,)."""
         candidates = require_candidates(knowledge)
-        inputs, labels = append_public(candidates.inputs, candidates.labels, knowledge, self.public)
+        examples = append_public((candidates.inputs, candidates.labels), knowledge, self.public)
         total = torch.zeros(len(candidates.labels), dtype=torch.float64)
         losses, square = [], 0.0
         for seen in candidates.of_victim(observation):
             if not (weight := _find_shared_part(seen, observation)):
                 continue
-            fit = fit_presence(seen, inputs, labels, len(total))
+            fit = fit_presence(seen, examples, len(total))
             total += weight * fit.scores
             square += weight**2
             losses.append(fit.loss)

@@ -53,25 +53,24 @@ def observe(labels, **changes):
     return make_observation(draw(labels, 2), labels, num_classes=CLASSES, **{**settings, **changes})
 
 
-@pytest.mark.parametrize("shares", [(34, 2, 2, 2), (0, 20, 20, 0)])
-def test_shares_of_a_client_are_read_from_its_update(shares, known):
+SUM = {"defense": [{"name": "aggregate"}], "num_clients": 2}
+
+
+@pytest.mark.parametrize(
+    ("shares", "case"), [((34, 2, 2, 2), {}), ((0, 20, 20, 0), {}), ((40, 40, 0, 0), SUM)]
+)
+def test_shares_are_read_from_an_update_or_a_sum(shares, case, known):
+    """Of a sum those of all its clients together."""
     labels = torch.arange(CLASSES).repeat_interleave(torch.tensor(shares))
-    labels = labels[torch.randperm(BATCH, generator=torch.Generator().manual_seed(0))]
-    observation, truth = observe(labels)
+    if not case:
+        labels = labels[torch.randperm(BATCH, generator=torch.Generator().manual_seed(0))]
+    observation, truth = observe(labels, **case)
     answer = solve(PropertyInference(), observation, known, seed=0).reconstruction
     target = ClassShares()
     found = target.answer_of(answer)
     target.check(found, truth)
     assert class_share_error(found, target.truth_of(truth)) < 0.15
     assert class_share_error(torch.full((CLASSES,), 0.25), target.truth_of(truth)) > 0.4
-
-
-def test_a_sum_tells_the_shares_of_all_its_clients_together(known):
-    labels = torch.cat([torch.zeros(BATCH), torch.ones(BATCH)]).long()
-    observation, truth = observe(labels, defense=[{"name": "aggregate"}], num_clients=2)
-    answer = solve(PropertyInference(), observation, known, seed=0).reconstruction
-    found = ClassShares().answer_of(answer)
-    assert class_share_error(found, ClassShares().truth_of(truth)) < 0.15
 
 
 def sums(pairs, shares=((36, 2, 2), (2, 36, 2), (2, 2, 36))):
@@ -81,7 +80,7 @@ def sums(pairs, shares=((36, 2, 2), (2, 36, 2), (2, 2, 36))):
     found = []
     for number, pair in enumerate(pairs, 1):
         labels = torch.cat([own[k][torch.randperm(BATCH, generator=stream)] for k in pair])
-        seen, truth = observe(labels, defense=[{"name": "aggregate"}], num_clients=2)
+        seen, truth = observe(labels, **SUM)
         found.append(replace(seen, round=number, client=-1, participants=pair))
     true = torch.stack([torch.bincount(each, minlength=CLASSES) / BATCH for each in own])
     return tuple(found), truth, true
@@ -107,18 +106,17 @@ def test_clients_that_sums_do_not_tell_apart_are_refused(pairs, known):
         solve(PropertyInference(of="clients"), rounds[-1], replace(known, seen=rounds), seed=0)
 
 
-def test_sums_of_unknown_clients_are_refused(known):
+def test_what_cannot_be_answered_is_refused(known):
     seen = replace(sums([(0, 1)])[0][0], participants=())
     with pytest.raises(AttackFailed, match="who took part in a sum is not recorded"):
         solve(PropertyInference(of="clients"), seen, replace(known, seen=(seen,)), seed=0)
-
-
-def test_a_column_that_is_not_there_is_refused(known):
     with pytest.raises(ValueError, match="add `of: clients`"):
         PropertyInference(columns=("sex",))
-    attack = PropertyInference(of="clients", columns=("sex",))
+    observation, _ = observe(torch.arange(BATCH) % CLASSES)
     with pytest.raises(AttackFailed, match="there is no column 'sex'"):
-        solve(attack, observe(torch.arange(BATCH) % CLASSES)[0], known, seed=0)
+        solve(PropertyInference(of="clients", columns=("sex",)), observation, known, seed=0)
+    with pytest.raises(AttackFailed, match="public: test"):
+        solve(PropertyInference(), observation, Knowledge(), seed=0)
 
 
 def test_columns_of_a_table_and_all_data_of_a_client_are_scored(tmp_path):
@@ -156,12 +154,6 @@ def test_columns_that_nobody_answered_do_not_count():
     ClientColumnShares().check(claimed, truth)
     with pytest.raises(ScoringError, match="no column is answered"):
         ClientColumnShares().check(torch.full((1, 3), -1.0), truth)
-
-
-def test_public_examples_without_classes_are_refused(known):
-    observation, _ = observe(torch.arange(BATCH) % CLASSES)
-    with pytest.raises(AttackFailed, match="public: test"):
-        solve(PropertyInference(), observation, Knowledge(), seed=0)
 
 
 def test_left_out_error_is_that_of_fits_without_each_shadow():

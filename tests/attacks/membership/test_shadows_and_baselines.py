@@ -84,14 +84,13 @@ def test_trajectory_is_the_mean_loss_under_the_clients_models(asked):
 
 
 def test_weights_that_an_update_lacks_stay_and_gradients_are_descended(asked):
-    observation, _ = asked[:2]
-    name, *left = observation.update
-    partial = {name: observation.update[name]}
-    moved = weights_after(observation, partial)
-    sent = observation.parameters
-    factor = -observation.training.lr if observation.training.algorithm == "fedsgd" else 1.0
-    torch.testing.assert_close(moved[name], sent[name] + factor * partial[name])
-    assert all(moved[each] is sent[each] for each in left) and left
+    observation, _ = asked
+    sent, (name, *left) = observation.parameters, observation.update
+    for algorithm, factor in (("fedavg", 1.0), ("fedsgd", -SGD.lr)):
+        seen = replace(observation, training=replace(SGD, algorithm=algorithm, steps=1))
+        moved = weights_after(seen, {name: observation.update[name]})
+        torch.testing.assert_close(moved[name], sent[name] + factor * observation.update[name])
+        assert all(moved[each] is sent[each] for each in left) and left
 
 
 def test_odds_hold_where_probabilities_are_rounded_to_one():
