@@ -42,7 +42,7 @@ _FAR = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class KernelModel:
-    """A released kernel regression of n rows in any order, with d features and c classes."""
+    """Holds a released kernel regression of n rows in any order, of d features and c classes."""
 
     rows: Tensor
     """(n, d) X̃."""
@@ -82,7 +82,7 @@ class KernelModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """A model whose rows are matched with the known ones."""
+    """Holds a model whose rows are matched with the known ones."""
 
     model: KernelModel
     """The others' rows first, in the order in which they are known; then the target's."""
@@ -259,7 +259,7 @@ _LINEAR = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPosterior:
-    """The posterior of the missing row, with which no known row was matched."""
+    """Computes the posterior of the missing row, with which no known row was matched."""
 
     matched: Matched
     learned: bool
@@ -269,33 +269,31 @@ class KernelPosterior:
 
     def scale_rows(self, rows: Tensor) -> Tensor:
         """Scales down rows (n, d + c) whose d features are longer than 1; the classes stay."""
-        d = self._dimension
+        d = self.matched.model.rows.shape[1]
         norm = torch.linalg.vector_norm(rows[:, :d], dim=1, keepdim=True).clamp_min(1)
         return torch.cat([rows[:, :d] / norm, rows[:, d:]], dim=1)
 
     def released_row(self) -> Tensor:
         """Returns the released row itself and its classes' probabilities: (d + c,)."""
-        return torch.cat([self.matched.model.rows[-1], self._classes()])
+        return torch.cat([self.matched.model.rows[-1], self._classes])
 
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
         """Estimates the posterior mean (d + c,) from `samples` draws; `maxima` is not used."""
-        prior = class_prior(self.matched.others, self._dimension, self.learned)
-        row = _posterior_mean(self.matched, prior, self.alpha, samples, rng)
-        return self.scale_rows(torch.cat([row, self._classes()])[None])[0]
+        row = _posterior_mean(self.matched, self._prior, self.alpha, samples, rng)
+        return self.scale_rows(torch.cat([row, self._classes])[None])[0]
 
     @property
-    def _dimension(self) -> int:
-        return self.matched.model.rows.shape[1]
+    def _prior(self) -> ClassPrior:
+        return class_prior(self.matched.others, self.matched.model.rows.shape[1], self.learned)
 
+    @property
     def _classes(self) -> Tensor:
-        if self.alpha:
-            return self.matched.model.labels[-1]
-        return class_prior(self.matched.others, self._dimension, self.learned).shares
+        return self.matched.model.labels[-1] if self.alpha else self._prior.shares
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassPrior:
-    """A normal distribution of each class's features, and the shares of the classes."""
+    """Holds a normal distribution of each class's features, and the shares of the classes."""
 
     means: Tensor
     """(c, d): mean features of each class."""
@@ -312,7 +310,7 @@ class ClassPrior:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Equations:
+class _Equations:
     """Values of K(x_j, x) that α̃ determines, with normal errors, for the others x_j."""
 
     rows: Tensor
@@ -362,7 +360,7 @@ def class_prior(others: Tensor, dimension: int, learned: bool) -> ClassPrior:
     )
 
 
-def _derive_equations(matched: Matched, row: Tensor) -> Equations | None:
+def _derive_equations(matched: Matched, row: Tensor) -> _Equations | None:
     """Derives values K(x_j, x) from α̃ for x near `row` (d,); None where α̃ tells none."""
     model, (m, d) = matched.model, (len(matched.others), len(row))
     # Coefficients are of one client's rows; without draws α̃ is Y / λ and tells nothing of K.
@@ -388,7 +386,7 @@ def _derive_equations(matched: Matched, row: Tensor) -> Equations | None:
     errors = gram[:-1, :-1] * (weights @ gram @ weights) + torch.outer(along, along)
     exact = _LINEAR**2 * torch.eye(m, dtype=gram.dtype)
     covariance = errors / model.draws + exact
-    return Equations(
+    return _Equations(
         rows=known,
         kernel=model.kernel,
         values=values,
@@ -399,10 +397,7 @@ def _derive_equations(matched: Matched, row: Tensor) -> Equations | None:
 def _posterior_mean(
     matched: Matched, prior: ClassPrior, alpha: bool, samples: int, generator: torch.Generator
 ) -> Tensor:
-    """Estimates the missing row's features (d,), the mean of their posterior.
-
-    If `alpha`, coefficients and the row's label are used. Without noise it is the released row.
-    """
+    """Estimates the missing row's features (d,), the mean of their posterior, by Gibbs sampling."""
     model = matched.model
     released = model.rows[-1]
     if not model.scale:

@@ -85,7 +85,9 @@ def decompose_form(
         vectors = torch.linalg.eig(over @ solved).eigenvectors
         # Of rows with equal ratios and of no such rows at all they may be complex: then they fail.
         rows = torch.nn.functional.normalize(vectors.real.T @ basis.T, dim=1)
-        alpha = _coefficients(rows, parts)
+        # Least squares for Σ_k α_kj x_k x_k' = A_j; <x x', y y'> = (x'y)² makes d² equations n.
+        gram, right = (rows @ rows.T).square(), torch.einsum("ki,cij,kj->kc", rows, parts, rows)
+        alpha = torch.linalg.lstsq(gram, right, driver="gelsd").solution
         residual = torch.einsum("kc,ki,kj->cij", alpha, rows, rows) - parts
         error = float(residual.norm() / parts.norm())
         if best is None or error < best[0]:
@@ -184,12 +186,3 @@ def _unsmooth(form: Tensor, kernel: Tensor) -> Tensor:
     turned = turn.T @ form @ turn
     # A Lyapunov equation, diagonal in the eigenvectors of S.
     return turn @ (2 * turned / (scales[:, None] + scales)) @ turn.T
-
-
-def _coefficients(rows: Tensor, parts: Tensor) -> Tensor:
-    """Solves Σ_k α_kj x_k x_k' = A_j for α (n, c) by least squares."""
-    # <x x', y y'> = (x'y)², so that d² equations are n.
-    gram = (rows @ rows.T).square()
-    right = torch.einsum("ki,cij,kj->kc", rows, parts, rows)
-    solution: Tensor = torch.linalg.lstsq(gram, right, driver="gelsd").solution
-    return solution

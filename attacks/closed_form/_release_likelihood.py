@@ -43,7 +43,7 @@ _EXACT = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseLikelihood:
-    """The likelihood of one release as a function of the missing row, d features and the target."""
+    """Computes how likely a release is, given the missing row of d features and a target."""
 
     kind: ReleaseKind
     columns: int

@@ -49,7 +49,7 @@ _UNIFORM_VARIANCE = 1 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """A normal distribution of rows before they are scaled to the bound, cut off at their ranges.
+    """Holds a normal distribution of rows before they are scaled to the bound, cut off at ranges.
 
     Its mean and covariance are those of the other rows and of as many rows as there are columns of
     which nothing is known, so that few others do not make it too sure.

@@ -143,10 +143,7 @@ def _quadrics(degree: int, intervals: int) -> Tensor:
 
 
 def _unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
-    """Finds the N members of the space `span` (N, d, K) on which `forms` (q, K, K) vanish.
-
-    They are scaled to Σ_k b_k = 1 on average, in no particular order; q may be 0 only if N is 1.
-    """
+    """Finds the N members of the space `span` (N, d, K) on which `forms` (q, K, K) vanish."""
     count = len(span)
     if count > 1:
         # c' S_a'Q S_b c = 0 at each entry: linear in c c'.
@@ -216,29 +213,32 @@ class _SplinePixels:
         return (of_u / slope).clamp(max=_WIDEST)
 
 
-@dataclass(kw_only=True)
 class _PixelPosterior(AttackState):
     """The posterior of error signals and pixels, taken as independent of each other."""
 
-    gradient: _SplineGradient
-    spec: ModelSpec
-    pixels: _SplinePixels
-    mean: Tensor
-    """(N, d): posterior means of pixels in [0, 1]."""
-    deviation: Tensor
-    """(N, d): posterior standard deviations of pixels."""
-    basis: Tensor
-    """(N, d, K): posterior means of the spline bases b(u)."""
-    power: Tensor
-    """(N, d): posterior means of |b(u)|²."""
-    errors: Tensor
-    """(N, m): posterior means of the error signals δ."""
-    covariance: Tensor
-    """(N, N): posterior covariance of the error signals of each hidden unit."""
-    strength: Tensor
-    """(N,): prior variance of an image's error signals."""
-    largest_change: Tensor
-    """Largest change of a pixel in the last sweep (0-d)."""
+    def __init__(
+        self, gradient: _SplineGradient, spec: ModelSpec, u: Tensor, spread: Tensor
+    ) -> None:
+        """Starts at points `u` (N, d) of splines, with deviations `spread` (N,) of an image's."""
+        super().__init__(loss=torch.full((), torch.inf).to(u))
+        count, (hidden, entries, functions) = len(u), gradient.tensor.shape
+        self.gradient, self.spec, self.pixels = gradient, spec, _SplinePixels.read(spec, u)
+        self.mean = self.pixels.unsquash(u)
+        """(N, d): posterior means of pixels in [0, 1]."""
+        self.deviation = self.pixels.deviation(spread[:, None].expand_as(u), self.mean)
+        """(N, d): posterior standard deviations of pixels."""
+        self.basis = u.new_zeros(count, entries, functions)
+        """(N, d, K): posterior means of the spline bases b(u)."""
+        self.power = torch.zeros_like(u)
+        """(N, d): posterior means of |b(u)|²."""
+        self.errors = u.new_zeros(count, hidden)
+        """(N, m): posterior means of the error signals δ."""
+        self.covariance = u.new_zeros(count, count)
+        """(N, N): posterior covariance of the error signals of each hidden unit."""
+        self.strength = u.new_full((count,), torch.inf)
+        """(N,): prior variance of an image's error signals."""
+        self.largest_change = self.loss
+        """Largest change of a pixel in the last sweep (0-d)."""
 
 
 @final
@@ -265,7 +265,7 @@ class SplineInversion(IterativeAttack[_PixelPosterior]):
     ) -> _PixelPosterior:
         """Unmixes the images of the batch, or raises AttackFailed where it cannot."""
         gradient = _SplineGradient.read(observation)
-        count, spec = observation.num_images, observation.model
+        count = observation.num_images
         hidden, entries, functions = gradient.tensor.shape
         if count > hidden:
             raise AttackFailed(
@@ -284,27 +284,12 @@ class SplineInversion(IterativeAttack[_PixelPosterior]):
         bases = _unmix(rows[:count].view(count, entries, functions), forms, rng)
         knots = _abscissae(gradient.degree, gradient.intervals).to(bases)
         u = torch.nan_to_num(bases @ knots).clamp(-1, 1)
-        pixels = _SplinePixels.read(spec, u)
-        mean = pixels.unsquash(u)
         # What noise makes of a linear form of a row of the pseudo-inverse times the gradient.
         weights = torch.linalg.pinv(
             gradient.tensor.flatten(1) @ torch.linalg.pinv(bases.flatten(1))
         )
         spread = gradient.noise * weights.norm(dim=1) * knots.norm()
-        state = _PixelPosterior(
-            loss=torch.full((), torch.inf).to(mean),
-            gradient=gradient,
-            spec=spec,
-            pixels=pixels,
-            mean=mean,
-            deviation=pixels.deviation(spread[:, None].expand_as(u), mean),
-            basis=torch.zeros_like(bases),
-            power=torch.zeros_like(mean),
-            errors=mean.new_zeros(count, hidden),
-            covariance=mean.new_zeros(count, count),
-            strength=mean.new_full((count,), torch.inf),
-            largest_change=torch.full((), torch.inf).to(mean),
-        )
+        state = _PixelPosterior(gradient, observation.model, u, spread)
         for image in range(count):
             _update_pixels(state, image, None, 0.0)
         _update_errors(state)

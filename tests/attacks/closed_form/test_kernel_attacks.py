@@ -19,7 +19,6 @@ from fedsim.privacy.membership import auc_limit
 from fedsim.scoring import score, score_guess
 from fedsim.targets.membership import membership_auc
 from fedsim.testing import make_kernel_release
-from fedsim_attacks.closed_form import _kernel_release
 from fedsim_attacks.closed_form._kernel_release import (
     ClassPrior,
     KernelModel,
@@ -27,6 +26,7 @@ from fedsim_attacks.closed_form._kernel_release import (
     _derive_equations,
     _posterior_mean,
     _symmetric_labels,
+    class_prior,
     known_rows,
     match_rows,
     read_model,
@@ -203,15 +203,20 @@ def test_through_opaque_noise_only_the_label_is_seen():
     assert sum(told) / 4 > 0.85
 
 
+def matched(rows, alpha, labels, *, scale, bound, draws=math.inf, lift=0.5):
+    """A model whose last row alone is not known."""
+    law = {"draws": draws, "lift": lift, "ridge": 0.7, "scale": scale, "bound": bound}
+    kernel = torch.eye(rows.shape[1], dtype=torch.float64)
+    model = KernelModel(rows=rows, alpha=alpha, labels=labels, kernel=kernel, clients=1, **law)
+    return Matched(model=model, others=torch.cat([rows, labels], 1)[:-1], likelihood=0.0)
+
+
 def single(seen, scale, reach=50):
     """The posterior mean of one number, known as N(0.5, 0.7²), behind Laplace noise."""
-    one, bound = torch.ones(1, 1, dtype=torch.float64), reach * scale
-    law = {"draws": math.inf, "lift": 0.0, "ridge": 1.0, "kernel": one, "clients": 1}
-    model = KernelModel(rows=seen * one, alpha=one, labels=one, scale=scale, bound=bound, **law)
+    one = torch.ones(1, 1, dtype=torch.float64)
     like = ClassPrior(means=0.5 * one, covariance=0.49 * one, shares=one[0])
-    nobody = torch.zeros(0, 2, dtype=torch.float64)
-    matched = Matched(model=model, others=nobody, likelihood=0.0)
-    return _posterior_mean(matched, like, False, 3_000, stream())
+    alone = matched(seen * one, one, one, scale=scale, bound=reach * scale)
+    return _posterior_mean(alone, like, False, 3_000, stream())
 
 
 @pytest.mark.parametrize(("seen", "scale"), [(0.0, 0.1), (0.3, 0.1), (1.0, 1.0), (4.0, 1.0)])
@@ -232,28 +237,15 @@ def regression(count, draw, seed=0):
     rows = unit(count, 5, seed=9)
     labels = ntk.one_hot(torch.arange(count) % 3, 3)
     lifted = ntk.kernel(rows, rows) + 0.5 * torch.eye(count, dtype=torch.float64)
-    gram = lifted
-    if draw:
-        gram = sampled_covariance(square_root(lifted), draw, stream(seed))
-    model = KernelModel(
-        rows=rows,
-        alpha=ntk.fit(gram, labels, 0.7),
-        labels=labels,
-        scale=0.1,
-        bound=1.0,
-        draws=draw or math.inf,
-        lift=0.5,
-        ridge=0.7,
-        kernel=torch.eye(5, dtype=torch.float64),
-        clients=1,
-    )
-    known = torch.cat([rows, labels], 1)[:-1]
-    return Matched(model=model, others=known, likelihood=0.0), rows[-1]
+    gram = sampled_covariance(square_root(lifted), draw, stream(seed)) if draw else lifted
+    alpha = ntk.fit(gram, labels, 0.7)
+    found = matched(rows, alpha, labels, scale=0.1, bound=1.0, draws=draw or math.inf)
+    return found, rows[-1]
 
 
 def test_coefficients_tell_kernel_values_exactly():
-    matched, row = regression(12, None)
-    told = _derive_equations(matched, row)
+    known, row = regression(12, None)
+    told = _derive_equations(known, row)
     values, slopes = told.linear(row)
     torch.testing.assert_close(told.values, values, rtol=0, atol=1e-10)
     step = 1e-6 * normal(5)
@@ -266,8 +258,8 @@ def test_the_errors_of_what_coefficients_tell_are_as_said():
     """χ² of 11 degrees of freedom, over draws of the kernel matrix."""
     squares = []
     for seed in range(400):
-        matched, row = regression(12, 400, seed)
-        told = _derive_equations(matched, row)
+        known, row = regression(12, 400, seed)
+        told = _derive_equations(known, row)
         away = told.values - told.linear(row)[0]
         squares.append(float(away @ told.precision @ away))
     assert sum(squares) / 400 == pytest.approx(11, abs=5 * math.sqrt(22 / 400) + 0.5)
@@ -275,11 +267,11 @@ def test_the_errors_of_what_coefficients_tell_are_as_said():
 
 def test_a_bare_kernel_gives_rows_away_through_coefficients():
     """More others than entries: noise on the features alone hides nothing."""
-    matched, row = regression(12, None)
-    noisy = matched.model.rows.clone()
+    known, row = regression(12, None)
+    noisy = known.model.rows.clone()
     noisy[-1] = truncated_laplace(row, 0.1, 1.0, stream(3))
-    bare = replace(matched, model=replace(matched.model, rows=noisy))
-    like = _kernel_release.class_prior(matched.others, 5, False)
+    bare = replace(known, model=replace(known.model, rows=noisy))
+    like = class_prior(known.others, 5, False)
     with_alpha, without = (
         _posterior_mean(bare, like, alpha, 200, stream()) for alpha in (True, False)
     )

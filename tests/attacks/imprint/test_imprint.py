@@ -1,14 +1,10 @@
 """Images behind an imprint module: exact when alone in a bin; the segmentation of its rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.attack import AttackFailed, solve
@@ -16,20 +12,13 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.data.bundled import Photos
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
-from fedsim.types import Batches, GroundTruth, LocalTraining, Observation
+from fedsim.types import LocalTraining
 from fedsim_attacks.imprint.imprint import ImprintAttack, _segment
 
-MODELS: dict[str, dict[str, Any]] = {
-    "convnet": {"width": 8},
-    "lenet": {},
-    "mlp": {"hidden": [32]},
-    "resnet18": {"width": 4},
-}
+MODELS = {"convnet": {"width": 8}, "lenet": {}, "mlp": {"hidden": [32]}, "resnet18": {"width": 4}}
 
 
-def observe(
-    count: int, model: str = "convnet", *, imprint: dict[str, Any] | None = None, **case: Any
-) -> tuple[Observation, GroundTruth]:
+def observe(count, model="convnet", *, imprint=None, **case):
     """`count` photographs of different classes."""
     photos = Photos().load()
     order = photos.train_labels.argsort(stable=True).view(8, -1).T.flatten()[:count]
@@ -42,18 +31,18 @@ def observe(
     )
 
 
-def attack(observation: Observation) -> Tensor:
+def attack(observation):
     return solve(ImprintAttack(), observation, Knowledge(), seed=0).reconstruction.images
 
 
-def psnrs(found: Tensor, truth: GroundTruth) -> Tensor:
+def psnrs(found, truth):
     """(N,) in dB, of what comes closest to each true image, ascending."""
     errors = (found[:, None] - truth.images[None]).square().mean((2, 3, 4)).amin(0)
     return (-10 * errors.clamp_min(1e-20).log10()).sort().values
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_most_images_of_a_batch_are_exact(model: str) -> None:
+def test_most_images_of_a_batch_are_exact(model):
     observation, truth = observe(8, model)
     assert int((psnrs(attack(observation), truth) > 40).sum()) >= 6
 
@@ -67,19 +56,19 @@ def test_most_images_of_a_batch_are_exact(model: str) -> None:
     ],
     ids=["clip", "clip by example", "two clients"],
 )
-def test_clipping_and_adding_hide_nothing(case: dict[str, Any]) -> None:
+def test_clipping_and_adding_hide_nothing(case):
     observation, truth = observe(8, **case)
     assert float(psnrs(attack(observation), truth)[2]) > 40
 
 
-def test_rows_between_images_average_noise_out() -> None:
+def test_rows_between_images_average_noise_out():
     noise = [{"name": "gaussian_noise", "std": 0.001}]
     observation, truth = observe(8, imprint={"scale": 0.01}, defense=noise)
     assert float(psnrs(attack(observation), truth).median()) > 30
 
 
 @pytest.mark.parametrize(("batches", "size"), [("same", 8), ("different", 2)])
-def test_small_local_steps_hide_little(batches: Batches, size: int) -> None:
+def test_small_local_steps_hide_little(batches, size):
     """More than if rows were averaged over pieces in which they drift."""
     training = LocalTraining(
         algorithm="fedavg", steps=4, batch_size=size, lr=0.001, batches=batches
@@ -95,7 +84,7 @@ def test_small_local_steps_hide_little(batches: Batches, size: int) -> None:
     assert gained > 0
 
 
-def test_images_that_share_a_bin_come_out_as_their_mean() -> None:
+def test_images_that_share_a_bin_come_out_as_their_mean():
     """Of two images of the same brightness and a darker one: three images, one of them twice.
 
     Weighted by what they contribute to the bin's bias: with one sign, at this seed's weights.
@@ -119,7 +108,7 @@ def test_images_that_share_a_bin_come_out_as_their_mean() -> None:
     assert torch.equal(shared[0], mean) or torch.equal(shared[0], dark)
 
 
-def test_what_cannot_be_read_is_a_stated_failure() -> None:
+def test_what_cannot_be_read_is_a_stated_failure():
     observation, _ = observe(2)
     pruned = {n: t * (not n.startswith("imprint")) for n, t in observation.update.items()}
     noisy, _ = observe(2, defense=[{"name": "gaussian_noise", "std": 1.0}])
@@ -132,7 +121,7 @@ def test_what_cannot_be_read_is_a_stated_failure() -> None:
             attack(seen)
 
 
-def test_the_segmentation_is_the_best_of_all() -> None:
+def test_the_segmentation_is_the_best_of_all():
     """Of pieces with their means, and a last one that is zero."""
     rows = torch.randn(7, 3, generator=rng.generator(0, "test"), dtype=torch.float64)
     for pieces in (1, 2, 3, 7):
