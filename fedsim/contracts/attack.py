@@ -203,7 +203,6 @@ def solve(
     *,
     restarts: int = 1,
     progress: Callable[[Progress], None] | None = None,
-    every: float = 0.25,
 ) -> Solution:
     """Runs `attack` from several starting points, and returns the answer of least own loss.
 
@@ -216,8 +215,7 @@ def solve(
         knowledge: What the attacker is granted beside the observation.
         seed: Seed of all that the attack draws.
         restarts: Number of starting points, at least 1.
-        progress: Function that is called with the attack's progress, if any.
-        every: Least number of seconds between two calls of `progress`.
+        progress: Function that is called with the attack's progress, if any, at most every 0.25 s.
 
     Raises:
         AttackFailed: the update is zero everywhere or not finite, a step of the attack raises it,
@@ -243,7 +241,7 @@ def solve(
             state = attack.step(state)
             now = time.perf_counter()
             # Reading the loss waits for the device, and so happens only as often as it is shown.
-            if progress and now - told >= every:
+            if progress and now - told >= _EVERY:
                 told = now
                 progress(
                     Progress(
@@ -268,6 +266,10 @@ def solve(
         iterations=sum(result.iterations for result in found),
         peak_memory_bytes=memory.peak(device),
     )
+
+
+_EVERY = 0.25
+"""Least number of seconds between two calls of a function that shows progress."""
 
 
 def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[AttackState]:

@@ -104,9 +104,8 @@ class StatisticDefense(Plugin):
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
         """Returns the private version of a client's statistic `value`, which is not changed.
 
-        `value` is features (n, d) or a kernel matrix (n, n). `rng`, on the CPU, is the only source
-        of randomness. Noise that protects is drawn from it by `normal` and `uniform` of this
-        module; torch's own draws can be predicted.
+        `value` is features (n, d) or a kernel matrix (n, n), and `rng` is as in
+        `UpdateDefense.apply`.
 
         Raises:
             FedsimError: the defense cannot do what it is asked for.

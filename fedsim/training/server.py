@@ -347,7 +347,7 @@ class Server:
         masked = self.protocol is not None and client >= 0 and watcher != "client"
         training, defense, effect = self._announced(probe.batch_size if probe else None)
         return Observation(
-            id=self.observation_id(round, client, probe, watcher),
+            id=self._observation_id(round, client, probe, watcher),
             update=update.tensors,
             buffers_update=update.buffers,
             parameters=parameters,
@@ -389,17 +389,10 @@ class Server:
         """Returns what the stack does to an update of training."""
         return self._announced(None)[2]
 
-    def observation_id(
+    def _observation_id(
         self, round: int, client: int, probe: Probe | None, watcher: Watcher = "server"
     ) -> str:
-        """Returns the id of what a watcher sees of an answer.
-
-        Args:
-            round: Number of the round, from 1.
-            client: Number of the client; -1 for the aggregate.
-            probe: Probe that was answered; None in training.
-            watcher: Who sees it.
-        """
+        """Returns the id of what a watcher sees of an answer; client -1 is the aggregate."""
         suffix = f"b{probe.batch_size}-t{probe.trial}" if probe else "training"
         return observation_id(self.stack_name, round, client, suffix, watcher)
 
@@ -411,14 +404,14 @@ class Server:
             if self.protocol and client in plan.singled:
                 seen_as.append(client)
             ids += [
-                self.observation_id(round, number, probe, watcher)
+                self._observation_id(round, number, probe, watcher)
                 for watcher in self.schedule.watchers
                 for number in seen_as
             ]
         # An update of training is also part of the mean that each other participant learns.
         if probe is None and client in plan.participants:
             ids += [
-                self.observation_id(round, looker, None, "client")
+                self._observation_id(round, looker, None, "client")
                 for looker in plan.lookers
                 if looker != client
             ]

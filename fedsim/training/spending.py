@@ -127,7 +127,7 @@ class Account:
                 num_examples=count,
                 delta=scenario.privacy.delta,
                 schedules=self.public(rounds, stack),
-                probes=self.list_probed(most.probed) if probes else (),
+                probes=self._list_probed(most.probed) if probes else (),
             )
             # Which pair is worst depends on the accountant, so each is accounted.
             for most, count in product(self.most(rounds), counts)
@@ -181,7 +181,7 @@ class Account:
             )
         ] or [Most(0, 0, 0)]
 
-    def list_probed(self, rounds: int) -> tuple[ProbeReleases, ...]:
+    def _list_probed(self, rounds: int) -> tuple[ProbeReleases, ...]:
         """Returns what a client releases as probes in `rounds` rounds by size; () if uncounted."""
         observe = self.scenario.observe
         if self.scenario.privacy.probes != "included" or not rounds:

@@ -104,7 +104,7 @@ def test_what_is_observed(workloads: dict[str, Workload]) -> None:
     assert plain(4) is plain(4), "a round's plan is made once"
     probes = plain(4).probes
     assert [(p.batch_size, p.trial) for p in probes] == [(1, 0), (1, 1), (3, 0), (3, 1)]
-    name = workloads["none"].observation_id(4, 0, probes[2])
+    name = workloads["none"]._observation_id(4, 0, probes[2])
     assert name == observation_id("none", 4, 0, "b3-t0")
 
 

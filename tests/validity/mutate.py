@@ -190,11 +190,19 @@ def _scopes(tree: ast.AST, function: str) -> list[ast.AST]:
         scopes = [
             node
             for scope in scopes
-            for node in ast.walk(scope)
+            for node in _statements(scope)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             and node.name == name
         ]
     return scopes
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All below `node` but expressions, which are most of a tree and hold no definition."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield child
+            yield from _statements(child)
 
 
 def _places(scope: ast.AST) -> Iterator[_Place]:

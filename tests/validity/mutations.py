@@ -138,7 +138,7 @@ a probe carries the training's batch size
     declared.as_probed(seen.training.batch_size) => declared
 probes are left out of the run's claim
     fedsim/training/spending.py:Account.entries [validity/test_claims]
-    drop probes=self.list_probed(most.probed) if probes else ()
+    drop probes=self._list_probed(most.probed) if probes else ()
 
 # Ε without unit, neighbours and δ is a claim.
 an epsilon rounded down where it is written
