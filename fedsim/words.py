@@ -101,7 +101,8 @@ def format_claim(
         epsilon: ε; an infinite one is `∞` alone, and None (not accounted) is a dash.
         delta: δ; None is `δ unknown`.
         unit: Owner of what is hidden, `client` or `example`; None is `unit unknown`.
-        relation: Neighbours, as in `PrivacyClaim`, followed by `no DP` where that is so; or None.
+        relation: Neighbours as in `PrivacyClaim`, with `no DP` where it is none; None is
+            `neighbours unknown`.
     """
     if epsilon is None or math.isinf(epsilon):
         return format_epsilon(epsilon)

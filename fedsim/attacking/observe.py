@@ -387,7 +387,7 @@ def _prefixes(names: Sequence[str]) -> list[str]:
 def checked_examples(
     images: Tensor, labels: Tensor, spec: ModelSpec, count: int, *, where: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """Returns images and classes as float32 and int64 on the CPU; a FedsimError if they are not.
+    """Returns images and classes as float32 and int64 on the CPU; FedsimErrors say what is wrong.
 
     Args:
         images: (N, C, H, W) pixels in [0, 1].

@@ -129,7 +129,7 @@ def run_jobs(
     on_progress: Callable[[Job, Progress], None],
     on_result: Callable[[Job, Result], None],
 ) -> None:
-    """Runs jobs; a worker's death is a RunFailed.
+    """Runs and scores attacks; a worker's death is a RunFailed.
 
     Args:
         jobs: The attacks, each on one observation.

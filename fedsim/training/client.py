@@ -91,7 +91,7 @@ class Client:
         probe: Probe | None = None,
         most_steps: int | None = None,
     ) -> ClientResult:
-        """Trains on the global model and applies the stack, without side effects, on CPU tensors.
+        """Trains on the global model and applies the stack; tensors of the result are on the CPU.
 
         Args:
             server: The federation.
