@@ -71,7 +71,7 @@ def train_shadows(
 
 
 AskedExamples = tuple[Tensor, Tensor]
-"""AskedExamples that are asked about: inputs (N, ...) in [0, 1], and labels (N,)."""
+"""Examples that are asked about: inputs (N, ...) in [0, 1], and labels (N,)."""
 
 
 def log_odds(seen: Observation, weights: Tensors, asked: AskedExamples) -> Tensor:
