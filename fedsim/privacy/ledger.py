@@ -95,7 +95,7 @@ class Entry:
     """Whether a client took part, by client and round so far. Only noise of the server
     that is correlated over rounds depends on it; by default one client took part in all."""
     private_statistics: Mapping[Unit, Collection[str]] = field(default_factory=dict)
-    """By unit, names of quantities that clients compute with and that the unit's data influenced
+    """Names, by unit, of quantities that clients compute with and that the unit's data influenced
     without noise. A unit then moves more than its own contribution, and nothing is claimed."""
     probes: Collection[ProbeReleases] = ()
     unprotected: Collection[str] = ()
