@@ -6,7 +6,7 @@ The contract of solvers that recover features, and the attack that runs one of t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Generic, TypeVar, final
 
 import torch
@@ -21,13 +21,13 @@ S = TypeVar("S", bound=AttackState)
 
 
 @dataclass(kw_only=True)
-class Answered(AttackState):
+class _Answered(AttackState):
     """The state of an attack that has its answer from the start."""
 
     answer: Reconstruction
 
 
-class DirectAttack(Attack[Answered]):
+class DirectAttack(Attack[_Answered]):
     """Computes its answer in closed form, without iterations.
 
     `solve` hands it tensors on the CPU, unless a subclass sets `on_processor` to False.
@@ -50,25 +50,48 @@ class DirectAttack(Attack[Answered]):
     @final
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Answered:
+    ) -> _Answered:
         answer = self.reconstruct(observation, knowledge, rng)
-        return Answered(answer=answer, loss=torch.tensor(answer.loss))
+        return _Answered(answer=answer, loss=torch.tensor(answer.loss))
 
     @final
-    def step(self, state: Answered) -> Answered:
+    def step(self, state: _Answered) -> _Answered:
         return state
 
     @final
-    def terminate(self, state: Answered) -> bool:
+    def terminate(self, state: _Answered) -> bool:
         return True
 
     @final
-    def postprocess(self, state: Answered) -> Reconstruction:
+    def postprocess(self, state: _Answered) -> Reconstruction:
         return state.answer
 
     @final
     def total(self) -> int:
         return 0
+
+
+@dataclass(kw_only=True)
+class SearchState(AttackState):
+    """State of a search that keeps the images of least own loss."""
+
+    loss: Tensor = field(init=False)
+    """Loss (0-d) of the present iterate; infinite at first."""
+    best: Tensor
+    """(N, C, H, W), normalized: the images of least own loss, at first those of the start."""
+    best_loss: Tensor = field(init=False)
+    """Their loss (0-d); infinite at first."""
+
+    def __post_init__(self) -> None:
+        self.loss = self.best_loss = torch.full((), torch.inf, device=self.best.device)
+
+    def keep_best(self, images: Tensor) -> Tensor:
+        """Makes `images` the best if the present loss is the least; returns whether it is (0-d)."""
+        # Compared without a branch: reading the loss would make a GPU wait in each step.
+        better = self.loss < self.best_loss
+        self.best_loss = torch.where(better, self.loss, self.best_loss)
+        self.best = torch.where(better, images, self.best)
+        return better
 
 
 class IterativeAttack(Attack[S], Generic[S]):

@@ -37,7 +37,7 @@ def is_wanted(parameter: Tensor | None) -> bool:
     return parameter is not None and (torch.is_grad_enabled() or not parameter.is_leaf)
 
 
-def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
+def _match_layout(tensor: Tensor, like: Tensor) -> Tensor:
     """Returns `tensor` (N, C, H, W) in the memory order of `like`, copied if that differs."""
     # PyTorch's kernels up to 2.11 assume that both have the same order.
     last = like.device.type == "cpu" and like.is_contiguous(memory_format=torch.channels_last)
@@ -99,7 +99,7 @@ class _NormOptions(NamedTuple):
 
 
 def _normalize(x: Tensor, gamma: Tensor, beta: Tensor, layer: _NormOptions) -> Tensor:
-    y: Tensor = _Normalization.apply(match_layout(x, x), gamma, beta, layer)
+    y: Tensor = _Normalization.apply(_match_layout(x, x), gamma, beta, layer)
     return y
 
 
@@ -147,7 +147,7 @@ class _NormalizationGradient(torch.autograd.Function):
         layer: _NormOptions,
         wants: list[bool],
     ) -> tuple[Tensor | None, ...]:
-        gy = match_layout(gy, x)
+        gy = _match_layout(gy, x)
         ctx.save_for_backward(gy, x, gamma, mean, r)
         ctx.layer = layer
         if layer.groups is None:

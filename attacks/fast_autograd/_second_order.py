@@ -237,20 +237,20 @@ def smooth(model: nn.Module, width: float | Tensor) -> None:
     """
     for module in model.modules():
         if isinstance(module, nn.ReLU):
-            replace_forward(module, partial(smooth_relu, width=width))
+            replace_forward(module, partial(_smooth_relu, width=width))
         elif isinstance(module, nn.MaxPool2d):
             if module.dilation not in (1, (1, 1)) or module.ceil_mode or module.return_indices:
                 continue
-            replace_forward(module, partial(smooth_max_pool, module, width=width))
+            replace_forward(module, partial(_smooth_max_pool, module, width=width))
 
 
-def smooth_relu(x: Tensor, *, width: float | Tensor) -> Tensor:
+def _smooth_relu(x: Tensor, *, width: float | Tensor) -> Tensor:
     """Computes max(x, 0), with a second derivative smoothed over about `width` around 0."""
     y: Tensor = _SmoothRelu.apply(x, width)
     return y
 
 
-def smooth_max_pool(module: nn.MaxPool2d, x: Tensor, *, width: float | Tensor) -> Tensor:
+def _smooth_max_pool(module: nn.MaxPool2d, x: Tensor, *, width: float | Tensor) -> Tensor:
     """Computes `module(x)` for x (N, C, H, W), with a smoothed second derivative."""
     # Padding by -∞ never wins a maximum.
     windows, shape = _windows(module, x, -torch.inf)

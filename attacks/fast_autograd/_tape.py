@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Function = Callable[..., tuple[Tensor, ...]]
+"""Function of tensors that can be recorded."""
 
 PAYS = 2000
 """Least number of calls that pay for a recording on a processor, which takes as long as 450
@@ -32,9 +33,10 @@ _READING = {"_local_scalar_dense", "nonzero", "masked_select", "item", "equal"}
 _ALIKE = 1e-3  # relative distance of a GPU's results up to which their order differs alone
 
 
-def pays(calls: int, device: torch.device) -> bool:
-    """Says whether a function that is called `calls` times on `device` is worth recording."""
-    return calls >= (PAYS_ON_GPU if device.type == "cuda" else PAYS)
+def tape_if_it_pays(function: Function, calls: int, device: torch.device) -> Function:
+    """Returns `function` on a `Tape` if so many `calls` on `device` pay for it, else as it is."""
+    least = PAYS_ON_GPU if device.type == "cuda" else PAYS
+    return Tape(function) if calls >= least else function
 
 
 class Tape:

@@ -75,26 +75,30 @@ class ChangedBatch:
         box: tuple[Tensor, Tensor],
         rng: torch.Generator,
     ) -> tuple[Tensor, Tensor]:
-        """Returns images and labels that were drawn from, given normalized inputs (B, C, H, W).
+        """Returns images and labels that were drawn from; both may leave their range.
 
-        Labels of numbers (B,) stay, probabilities (B, K) are separated. Both results may leave
-        their range: `box`, the normalized pixels 0 and 1, or [0, 1].
+        Args:
+            inputs: Normalized inputs (B, C, H, W) of one step.
+            labels: Class numbers (B,), which stay, or probabilities (B, K), which are separated.
+            spec: The victim's model, whose inputs are normalized.
+            box: Normalized pixels 0 and 1, (C, 1, 1) each.
+            rng: Source of the separation's starts, on the CPU.
         """
         # What acted last is undone first.
         for change in reversed(self.drawn):
             if isinstance(change, Augmentation):
-                inputs = undo_view(inputs, change.views, spec, box)
+                inputs = _undo_view(inputs, change.views, spec, box)
             elif change.signs:
-                inputs = fold_signs(inputs, box)
+                inputs = _fold_signs(inputs, box)
             elif len(inputs) > 1:  # a mixture of one input is itself
-                apart = separate(inputs, box, rng).to(inputs.dtype)
+                apart = _separate(inputs, box, rng).to(inputs.dtype)
                 inputs = torch.einsum("ij,jchw->ichw", apart, inputs)
                 # Probabilities were mixed with the same weights; class numbers cannot be parted.
                 labels = apart @ labels if labels.is_floating_point() else labels
         return inputs, labels
 
 
-def undo_view(
+def _undo_view(
     inputs: Tensor,
     views: Sequence[Sequence[ImageChange]],
     spec: ModelSpec,
@@ -126,14 +130,14 @@ def undo_view(
     return answer
 
 
-def fold_signs(inputs: Tensor, box: tuple[Tensor, Tensor]) -> Tensor:
+def _fold_signs(inputs: Tensor, box: tuple[Tensor, Tensor]) -> Tensor:
     """Returns `inputs` without their random signs: all entries on the wider side of the range."""
     # Signs hide the side of the mean color, and not how far from it. All is valid on the wider one.
     low, high = box
     return inputs.abs() * torch.where(high >= -low, 1.0, -1.0)
 
 
-def separate(inputs: Tensor, box: tuple[Tensor, Tensor], rng: torch.Generator) -> Tensor:
+def _separate(inputs: Tensor, box: tuple[Tensor, Tensor], rng: torch.Generator) -> Tensor:
     """Returns W (B, B) float64: W times `inputs`, mixtures of B > 1 images, is the images."""
     count = len(inputs)
     pixels = inputs.detach().double()

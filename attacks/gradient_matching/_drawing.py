@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fedsim import rng as streams
 from fedsim.models.base import normalize
-from fedsim.types import ModelSpec
+from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._image_priors import valid_range
 
 
@@ -123,11 +123,6 @@ def half_cosine(done: float, final: float = 0.0) -> float:
     return final + (1 - final) * (0.5 + 0.5 * math.cos(math.pi * done))
 
 
-def stepped(done: float) -> float:
-    """Computes a factor that falls to a tenth as `done` in [0, 1] passes 3/8, 5/8 and 7/8 each."""
-    return 0.1 ** sum(done >= at for at in _DECAY_AT)
-
-
 def decayed_step(step_size: float, done: int, iterations: int) -> float:
     """Divides `step_size` by 10 as `done` passes 3/8, 5/8 and 7/8 of all `iterations` each."""
     for share in _DECAY_AT:
@@ -146,7 +141,7 @@ _NOISE = 0.1
 """Standard deviation of the U-Net's fixed input."""
 
 
-class UNet(nn.Module):
+class _UNet(nn.Module):
     """Draws N images (C, H, W) from a fixed random input, and from features if there are any."""
 
     start: Tensor
@@ -287,41 +282,45 @@ class Drawing:
     def __init__(
         self,
         settings: DrawingSettings,
-        count: int,
-        spec: ModelSpec,
+        observation: Observation,
+        rng: torch.Generator,
         *,
         features: Tensor | None = None,
         seed: int = 0,
-        rng: torch.Generator,
-        device: torch.device,
     ) -> None:
-        """Starts at pixels by `rng`, or a U-Net by `seed`, given `features` (N, d) unless None."""
+        """Draws N images of the shape that the observed model takes, where its parameters lie.
+
+        Args:
+            settings: What is optimized, and by which steps.
+            observation: The update of N images, of which nothing else is read.
+            rng: Source of the pixels to start at, on the CPU.
+            features: Features (N, d) that a U-Net is told; None for none.
+            seed: Seed of a U-Net's weights.
+        """
+        count, spec = observation.num_images, observation.model
+        device = next(iter(observation.parameters.values())).device
         self._spec, self._features = spec, features
         self.box = valid_range(spec, torch.zeros((), device=device))
         """Normalized images (C, 1, 1) of the pixels 0 and 1."""
-        self._pixels: Tensor | None = None
-        self._network: UNet | None = None
-        self._pyramid: Pyramid | None = None
-        if settings.canvas != "unet":
-            start = torch.randn(count, *spec.input_shape, generator=rng).to(device)
-            if settings.canvas == "pyramid":
-                self._pyramid = Pyramid(start.mul_(_PYRAMID_START))
-            else:
-                self._adam = Adam([start])
-            self._pixels = start
-        else:
+        self._network: _UNet | None = None
+        if settings.canvas == "unet":
             told = 0 if features is None else features.shape[1]
             # Layers draw their weights from torch's global stream, which is put back afterwards.
             with streams.global_stream(seed):
-                self._network = UNet(count, spec.input_shape, told, settings.width).to(device)
+                self._network = _UNet(count, spec.input_shape, told, settings.width).to(device)
             self._adam = Adam(list(self._network.parameters()))
+        else:
+            self._pixels = torch.randn(count, *spec.input_shape, generator=rng).to(device)
+            if settings.canvas == "pyramid":
+                self._pyramid = Pyramid(self._pixels.mul_(_PYRAMID_START))
+            else:
+                self._adam = Adam([self._pixels])
         self._rate = _RATES[settings.canvas] if settings.rate is None else settings.rate
         self._settings, self._done = settings, 0
 
     def draw(self) -> Tensor:
         """Draws normalized images (N, C, H, W), differentiable in the weights of a U-Net."""
         if self._network is None:
-            assert self._pixels is not None
             return self._pixels
         with torch.enable_grad():
             return normalize(self._network(self._features), self._spec)
@@ -337,14 +336,16 @@ class Drawing:
     def step(self, drawn: Tensor, slope: Tensor) -> None:
         """Takes a step against `slope`, the gradient in the images `drawn`; pixels stay valid."""
         done = self._done / self._settings.iterations
-        fall = half_cosine(done, _FINAL) if self._settings.decay == "cosine" else stepped(done)
         self._done += 1
-        rate = self._rate * fall
-        if self._pyramid is not None:
-            self._pyramid.step(slope, rate)
-        elif self._pixels is not None:
-            self._adam.step([slope], rate)
+        if self._settings.decay == "cosine":
+            rate = self._rate * half_cosine(done, _FINAL)
         else:
+            rate = self._rate * 0.1 ** sum(done >= at for at in _DECAY_AT)
+        if self._network is not None:
             self._adam.descend(drawn, slope, rate)
-        if self._pixels is not None:
-            self._pixels.clamp_(*self.box)
+            return
+        if self._settings.canvas == "pyramid":
+            self._pyramid.step(slope, rate)
+        else:
+            self._adam.step([slope], rate)
+        self._pixels.clamp_(*self.box)

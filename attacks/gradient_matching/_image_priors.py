@@ -67,7 +67,7 @@ _TINY = 1e-8
 """Length of a step below which its slope, else undefined, goes to 0."""
 
 
-def opponent_variation(images: Tensor) -> tuple[Tensor, Tensor]:
+def _opponent_variation(images: Tensor) -> tuple[Tensor, Tensor]:
     """Computes the mean step to the next pixel of channels and their differences, and its slope."""
     # As in breaching's `modern` attack: TotalVariation with inner_exp 2, outer_exp 0.5.
     pairs = list(combinations(range(images.shape[1]), 2))
@@ -92,7 +92,7 @@ def opponent_variation(images: Tensor) -> tuple[Tensor, Tensor]:
 VARIATIONS: dict[str, Variation] = {
     "absolute": total_variation,
     "chromatic": chromatic_variation,
-    "opponents": opponent_variation,
+    "opponents": _opponent_variation,
 }
 """Variations by the names that attacks' parameters have for them."""
 
@@ -166,7 +166,15 @@ class ForwardPrior:
         feature_weight: float = 1.0,
         batch_norm: float = 0.0,
     ) -> None:
-        """Takes both weights; at `batch_norm` 0 no statistics are read. `features` may be None."""
+        """Prepares both misfits.
+
+        Args:
+            observation: The victim's model, and how it computes.
+            knowledge: Grant of batch norm's statistics.
+            features: Features that the images are known to have; None for none.
+            feature_weight: Factor of the misfit of features.
+            batch_norm: Factor of the misfit of statistics; at 0 none are read.
+        """
         self._features, self._feature_weight = features, feature_weight
         self._statistics = _statistics(observation, knowledge) if batch_norm else {}
         self._batch_norm = batch_norm

@@ -25,7 +25,7 @@ from fedsim.models.victim import rebuild
 from fedsim.rng import global_stream
 from fedsim.types import Effect, LocalTraining, Observation, Tensors
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights, smooth
-from fedsim_attacks.fast_autograd._tape import Tape, pays
+from fedsim_attacks.fast_autograd._tape import Function, tape_if_it_pays
 from fedsim_attacks.gradient_matching._changed_batches import ChangedBatch
 from fedsim_attacks.gradient_matching._image_priors import valid_range
 from fedsim_attacks.labels.label_inference import infer_labels
@@ -39,7 +39,7 @@ class Candidate:
     """(N, C, H, W)."""
     labels: Tensor | None
     """(N,) int64; None where soft labels are optimized."""
-    logits: Tensor | None
+    logits: Tensor | None = None
     """(N, K) of soft labels; None where labels are fixed."""
     drawn: tuple[Tensor, ...] = ()
     """What the model draws as it computes, in order; empty where that stays random."""
@@ -87,7 +87,7 @@ Distance = Callable[[Sequence[Tensor], MatchedUpdate], DistanceValue]
 
 def cosine_distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
     """Computes 1 - <u, t> / (|u| |t|) over all parameters (equation 4 of Geiping et al. 2020)."""
-    product, square = inner_product(update, target.tensors), inner_product(update, update)
+    product, square = _inner_product(update, target.tensors), _inner_product(update, update)
     # An update of 0 has no direction: its distance is 1, and not undefined.
     square = square.clamp_min(torch.finfo(square.dtype).tiny)
     norms = square.sqrt() * target.square.sqrt()
@@ -101,7 +101,7 @@ def cosine_distance(update: Sequence[Tensor], target: MatchedUpdate) -> Distance
 def squared_distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
     """Computes |u - t|² / |t|² over all parameters (equation 4 of Zhu et al. 2019, relative)."""
     direction = [u - t for u, t in zip(update, target.tensors, strict=True)]
-    distance = (inner_product(direction, direction) + target.outside) / target.square
+    distance = (_inner_product(direction, direction) + target.outside) / target.square
     return distance, direction, 2 / target.square
 
 
@@ -129,10 +129,10 @@ def negative_log_likelihood(variance: float, pixels: int, scaled: bool) -> Dista
         # Balunović et al., ICLR 2022, up to a constant.
         factor = target.square.new_ones(())
         if scaled:
-            square = inner_product(update, update).clamp_min(torch.finfo(factor.dtype).tiny)
-            factor = (inner_product(update, target.tensors) / square).clamp_min(0)
+            square = _inner_product(update, update).clamp_min(torch.finfo(factor.dtype).tiny)
+            factor = (_inner_product(update, target.tensors) / square).clamp_min(0)
         direction = [factor * u - t for u, t in zip(update, target.tensors, strict=True)]
-        away = inner_product(direction, direction) + target.outside
+        away = _inner_product(direction, direction) + target.outside
         # The likeliest factor has slope zero: the derivative in u takes it for a constant.
         return away / (2 * variance * pixels), direction, factor / (variance * pixels)
 
@@ -175,7 +175,7 @@ def _lengths(u: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     return square, lengths
 
 
-def inner_product(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+def _inner_product(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
     """Computes the inner product (0-d) of `a` and `b` over all entries of all tensors."""
     products = [torch.dot(_flat(x), _flat(y)) for x, y in zip(a, b, strict=True)]
     return torch.stack(products).sum()
@@ -191,7 +191,7 @@ _DRAWS = {torch.randn, torch.randn_like}
 
 
 @final
-class GivenDraws(TorchFunctionMode):
+class _GivenDraws(TorchFunctionMode):
     """Lets a model take `given` tensors for the normal values that it draws, in their order."""
 
     def __init__(self, given: Sequence[Tensor] = ()) -> None:
@@ -216,7 +216,7 @@ class GivenDraws(TorchFunctionMode):
         return drawn
 
 
-def orthogonal_distance(
+def _orthogonal_distance(
     update: Sequence[Tensor], target: Sequence[Tensor], norms: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Averages ln²(|u| / |t|) + d cos²(u, t) over tensors of d entries; returns its slopes, too."""
@@ -261,17 +261,25 @@ class Matching:
         tensors: ComparedTensors = "all",
         effects: Effects = "ignored",
     ) -> None:
-        """Prepares for so many `calls` of `differentiate`; many of them pay for a recording.
+        """Prepares the comparison.
 
-        `width` is that of slopes' jumps (`smooth`); 0 leaves them. Raises AttackFailed if `tensors`
-        is `body` and nothing of it was updated.
+        Args:
+            observation: The update, and how the clients trained.
+            dtype: Precision of all computations.
+            calls: Number of calls of `differentiate` to come; many pay for a recording.
+            width: Width of the smoothed jumps of slopes (`smooth`); 0 leaves them.
+            tensors: Tensors that are compared.
+            effects: Treatment of what a defense changed.
+
+        Raises:
+            AttackFailed: `tensors` is `body`, and nothing of it was updated.
         """
         self._observation = observation
         self._simulated = observation.effect if effects == "simulated" else Effect()
         self.changed = ChangedBatch.read(self._simulated.batch)
         """Changes of a step's batch, as far as they are allowed for."""
-        self._replays = pays(calls, self.device)
-        self._bound: tuple[Distance, Tensor | None, Callable[..., tuple[Tensor, ...]]] | None = None
+        self._calls = calls
+        self._bound: tuple[Distance, Tensor | None, Function] | None = None
         self._dtype = dtype
         model = rebuild(observation).to(dtype)
         accelerate(model)
@@ -337,16 +345,8 @@ class Matching:
             outside.append(dead.square().sum())
         return MatchedUpdate(
             tensors=[self._live(name, tensor) for name, tensor in update],
-            square=inner_product(*[[tensor for _, tensor in update]] * 2) if update else zero,
+            square=_inner_product(*[[tensor for _, tensor in update]] * 2) if update else zero,
             outside=torch.stack([zero, *outside]).sum(),
-        )
-
-    def candidate(self, images: Tensor, labels: Tensor | None, logits: Tensor | None) -> Candidate:
-        """Makes a candidate with `labels` (N,), or else the `logits` (N, K) of soft ones."""
-        return Candidate(
-            images.detach().to(self._dtype, copy=True).requires_grad_(),
-            labels,
-            None if logits is None else logits.detach().to(self._dtype, copy=True).requires_grad_(),
         )
 
     def random_candidate(
@@ -354,15 +354,18 @@ class Matching:
     ) -> Candidate:
         """Draws normalized images from N(0, `std`²); logits from N(0, 1) if `labels` is None."""
         count, model = self._observation.num_images, self._observation.model
-        images = std * torch.randn(count, *model.input_shape, generator=rng).to(self.device)
-        logits = None
-        if labels is None:
-            logits = torch.randn(count, model.num_classes, generator=rng).to(self.device)
-        candidate = self.candidate(images, labels, logits)
+
+        def draw(*shape: int) -> Tensor:
+            drawn = torch.randn(count, *shape, generator=rng)
+            return drawn.to(self.device, self._dtype)
+
+        images = (std * draw(*model.input_shape)).requires_grad_()
+        logits = draw(model.num_classes).requires_grad_() if labels is None else None
+        candidate = Candidate(images, labels, logits)
         if not self._simulated.drawn:
             return candidate
         # A pass whose update is thrown away tells how many draws there are, and their shapes.
-        with GivenDraws() as chance, global_stream(int(torch.randint(2**31, (), generator=rng))):
+        with _GivenDraws() as chance, global_stream(int(torch.randint(2**31, (), generator=rng))):
             self.update(candidate.images, candidate.targets().detach(), create_graph=False)
         drawn = tuple(each.detach().clone().requires_grad_() for each in chance.taken)
         return replace(candidate, drawn=drawn)
@@ -391,13 +394,13 @@ class Matching:
         """Computes the `distance` of a candidate's update from the observed one, and its gradients.
 
         Returns the distance (0-d), and its gradient in each of the candidate's `variables`. Where
-        orthogonal updates are simulated, `orthogonal_distance` takes the place of `distance`.
+        orthogonal updates are simulated, `_orthogonal_distance` takes the place of `distance`.
         """
         labels = candidate.labels
         # A recording holds for one distance and one tensor of labels.
         if self._bound is None or self._bound[0] is not distance or self._bound[1] is not labels:
             function = partial(self._differentiate, distance, labels)
-            self._bound = distance, labels, Tape(function) if self._replays else function
+            self._bound = distance, labels, tape_if_it_pays(function, self._calls, self.device)
         loss, *slopes = self._bound[2](*(each.detach() for each in candidate.variables))
         return loss, tuple(slopes)
 
@@ -412,7 +415,7 @@ class Matching:
             candidate = Candidate(variables[0], labels, soft)
             drawn = variables[1 if labels is not None else 2 :]
             # Without a mode where nothing is fitted: it would slow every operation.
-            with GivenDraws(drawn) if drawn else nullcontext():
+            with _GivenDraws(drawn) if drawn else nullcontext():
                 update = self.update(candidate.images, candidate.targets())
             pairs = zip(update, self._target.tensors, strict=True)
             # What was removed is seen, as it is zero in the observed update: no slope follows.
@@ -420,7 +423,7 @@ class Matching:
         with torch.no_grad():
             found = [u.detach() for u in update]
             if self._simulated.orthogonal:
-                loss, direction = orthogonal_distance(found, self._target.tensors, self._norms)
+                loss, direction = _orthogonal_distance(found, self._target.tensors, self._norms)
                 scale = torch.ones_like(loss)
             else:
                 loss, direction, scale = distance(found, self._target)

@@ -9,7 +9,6 @@ Truex and Wu, "A Framework for Evaluating Gradient Leakage Attacks in Federated 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Grant, Knowledge
+from fedsim.models.base import Classifier
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
@@ -37,7 +37,7 @@ _TOGETHER = 20
 
 
 @dataclass(kw_only=True)
-class Descent(AttackState):
+class _Descent(AttackState):
     """The candidate and its optimizer."""
 
     matching: Matching
@@ -45,11 +45,11 @@ class Descent(AttackState):
     optimizer: torch.optim.LBFGS
     converged: bool = False
     """Whether the optimizer has stopped early: no step improves the objective any more."""
-    misfit: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-    """`label_misfit` of the batch, as a function of the images, if they are held to labels."""
+    model: Classifier
+    """The victim's model, whose predictions may be held to labels."""
 
 
-class GradientDistance(IterativeAttack[Descent]):
+class _GradientDistance(IterativeAttack[_Descent]):
     """Minimizes |u - t|² / |t|² over candidate images by L-BFGS with a strong-Wolfe line search."""
 
     iterations: Annotated[int, Field(ge=1)] = 300
@@ -62,14 +62,16 @@ class GradientDistance(IterativeAttack[Descent]):
     """Tensors of the update that are matched: all, or all but the classifier's head (body)."""
 
     @abstractmethod
-    def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
+    def _labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
         """Returns labels (N,) int64, or None if soft labels are to be optimized with the images."""
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
-        """Draws images from N(0, `initial_std`²), and logits from N(0, 1) without `labels`."""
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> _Descent:
+        """Draws images from N(0, `initial_std`²), and logits from N(0, 1) of soft labels."""
         matching = Matching(observation, tensors=self.tensors)
         candidate = matching.random_candidate(
-            self.labels(observation, knowledge), rng, self.initial_std
+            self._labels(observation, knowledge), rng, self.initial_std
         )
         optimizer = torch.optim.LBFGS(
             candidate.variables,
@@ -81,18 +83,23 @@ class GradientDistance(IterativeAttack[Descent]):
             tolerance_change=1e-15,
             line_search_fn="strong_wolfe",
         )
-        loss = torch.full((), torch.inf, device=matching.device)
-        return Descent(loss=loss, matching=matching, candidate=candidate, optimizer=optimizer)
+        return _Descent(
+            loss=torch.full((), torch.inf, device=matching.device),
+            matching=matching,
+            candidate=candidate,
+            optimizer=optimizer,
+            model=rebuild(observation).train(observation.training.mode == "train"),
+        )
 
-    def objective(self, state: Descent) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _objective(self, state: _Descent) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Computes the updates' squared distance (0-d), and its slope in each variable."""
         return state.matching.differentiate(state.candidate, squared_distance)
 
-    def step(self, state: Descent) -> Descent:
+    def step(self, state: _Descent) -> _Descent:
         """Runs at most 20 iterations of L-BFGS, each of which counts in `iteration`."""
 
         def closure() -> Tensor:
-            loss, gradients = self.objective(state)
+            loss, gradients = self._objective(state)
             for variable, slope in zip(state.candidate.variables, gradients, strict=True):
                 variable.grad = slope
             return loss
@@ -109,11 +116,11 @@ class GradientDistance(IterativeAttack[Descent]):
         state.loss = torch.as_tensor(memory.get("prev_loss", before))
         return state
 
-    def terminate(self, state: Descent) -> bool:
+    def terminate(self, state: _Descent) -> bool:
         """Says whether `iterations` steps are made, or no step improves the objective any more."""
-        return state.converged or state.iteration >= self.iterations
+        return state.converged or super().terminate(state)
 
-    def postprocess(self, state: Descent) -> Reconstruction:
+    def postprocess(self, state: _Descent) -> Reconstruction:
         """Returns images and hard labels, with the squared distance of their update as the loss."""
         loss, _ = state.matching.differentiate(state.candidate, squared_distance)
         return Reconstruction(
@@ -125,7 +132,7 @@ class GradientDistance(IterativeAttack[Descent]):
 
 
 @final
-class DeepLeakage(GradientDistance):
+class DeepLeakage(_GradientDistance):
     """Matches the update in squared distance by L-BFGS, over images and soft labels together.
 
     Only labels that the threat model declares known are taken as given: the method infers them
@@ -135,13 +142,12 @@ class DeepLeakage(GradientDistance):
     reads_truncated: ClassVar[bool] = True
     paper: ClassVar[str] = "Zhu et al., Deep Leakage from Gradients, NeurIPS 2019, Algorithm 1"
 
-    def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
-        """Returns the true labels (N,) if the threat model grants them as known, else None."""
+    def _labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
         return granted_labels(observation, knowledge) if knowledge.grant.labels == "known" else None
 
 
 @final
-class IDLG(GradientDistance):
+class IDLG(_GradientDistance):
     """Reads the labels off the last layer first, then matches the update over images alone.
 
     `label_weight` and `pattern` make it CPL (Wei et al.), for instance 0.1 and 4.
@@ -158,45 +164,37 @@ class IDLG(GradientDistance):
     pattern: Annotated[int, Field(ge=1)] | None = None
     """Side in pixels of the random patch that each image starts as a tiling of; default: none."""
 
-    def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
-        """Returns the true labels (N,) if the threat model grants them, else inferred ones."""
+    def _labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
         return granted_labels(observation, knowledge)
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> _Descent:
         """Draws images from N(0, `initial_std`²), as a tiling if `pattern` is given."""
         descent = super().init(observation, knowledge, rng)
-        images, labels = descent.candidate.images, descent.candidate.labels
-        assert labels is not None
         if self.pattern:
             if observation.model.columns:
                 raise AttackFailed("rows of a table are no pictures: drop pattern")
+            images = descent.candidate.images
             images.data = tile(images.data, self.pattern)
-        descent.misfit = label_misfit(observation, labels)
         return descent
 
-    def objective(self, state: Descent) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _objective(self, state: _Descent) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Adds the weighted misfit of labels to the distance of the updates."""
-        distance, (slope,) = super().objective(state)
+        distance, (slope,) = super()._objective(state)
         if not self.label_weight:
             return distance, (slope,)
-        assert state.misfit is not None
-        misfit, added = state.misfit(state.candidate.images)
+        images, labels = state.candidate.images, state.candidate.targets()
+        misfit, added = _label_misfit(state.model, images, labels)
         return distance + self.label_weight * misfit, (slope + self.label_weight * added,)
 
 
-def label_misfit(
-    observation: Observation, labels: Tensor
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Makes a function from normalized images to their mean |p - y|² (0-d) and its gradient."""
-    model = rebuild(observation).train(observation.training.mode == "train")
-
-    def misfit(images: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            variable = images.detach().clone().requires_grad_()
-            predicted = model(variable).softmax(1)
-            wanted = F.one_hot(labels, predicted.shape[1])
-            value = (predicted - wanted).square().sum(1).mean()
-            (slope,) = torch.autograd.grad(value, variable)
-        return value.detach(), slope
-
-    return misfit
+def _label_misfit(model: Classifier, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the mean |p - y|² (0-d) of normalized `images`, and its gradient in them."""
+    with torch.enable_grad():
+        variable = images.detach().clone().requires_grad_()
+        predicted = model(variable).softmax(1)
+        wanted = F.one_hot(labels, predicted.shape[1])
+        value = (predicted - wanted).square().sum(1).mean()
+        (slope,) = torch.autograd.grad(value, variable)
+    return value.detach(), slope

@@ -23,12 +23,12 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedsim import rng as streams
-from fedsim.contracts.attack import AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize, read_weights
 from fedsim.system.paths import GIB, from_home, regular
 from fedsim.types import FedsimError, ModelSpec, Observation, Reconstruction
-from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks._attack_kinds import IterativeAttack, SearchState
 from fedsim_attacks.gradient_matching._drawing import Adam, decayed_step, resolutions
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
@@ -77,7 +77,7 @@ class Generator(nn.Module):
         return pixels
 
 
-def over_parameterized(count: int, shape: tuple[int, ...]) -> Generator:
+def _over_parameterized(count: int, shape: tuple[int, ...]) -> Generator:
     """Draws a generator, from torch's global stream, of more than four weights a pixel."""
     width = _LEAST_WIDTH
     while True:
@@ -104,10 +104,15 @@ def fit_generator(
     seed: int,
     report: Callable[[int, Tensor], None] = lambda iteration, loss: None,
 ) -> Generator:
-    """Fits a generator to `images`, pixels (M, C, H, W) in [0, 1], with a code for each.
+    """Fits a generator to images, with a code for each.
 
-    `iterations` are steps of Adam, each on a batch that is drawn, and `seed` decides all draws.
-    `report` gets the number of each iteration, from 1, and its batch's mean squared error (0-d).
+    Args:
+        images: Pixels (M, C, H, W) in [0, 1].
+        width: Channels of the generator's layers, a multiple of 8.
+        iterations: Number of steps of Adam, each on a batch that is drawn.
+        seed: Seed of all draws.
+        report: Function that is called after each iteration, with its number, from 1, and its
+            batch's mean squared error (0-d).
     """
     # Bojanowski et al., Optimizing the Latent Space of Generative Networks, ICML 2018, with the
     # squared error: no adversary, hence stable on few images too.
@@ -155,13 +160,8 @@ def pack_generator(generator: Generator, public: str) -> bytes:
     return save(weights, {"generator": header.model_dump_json()})
 
 
-def read_generator(path: Path, shape: tuple[int, ...], public: str) -> Generator:
-    """Reads a generator of images of `shape` (C, H, W) that was trained on `public`.
-
-    Raises:
-        FedsimError: the file is missing or damaged, holds no generator, or one of another shape or
-            other training data.
-    """
+def _read_generator(path: Path, shape: tuple[int, ...], public: str) -> Generator:
+    """Reads a generator of images of `shape` (C, H, W) that was trained on `public`."""
     try:
         with safe_open(regular(path, GIB), framework="pt") as file:
             header = _Header.model_validate_json((file.metadata() or {}).get("generator", "null"))
@@ -197,7 +197,7 @@ _LATENT_SHARE = 11
 
 
 @dataclass(kw_only=True)
-class GeneratorSearch(AttackState):
+class _GeneratorSearch(SearchState):
     """The generators and codes that draw the candidate, and the best so far by own loss."""
 
     matching: Matching
@@ -208,11 +208,8 @@ class GeneratorSearch(AttackState):
     codes: Tensor
     """(N, latent)."""
     optimizer: Adam
-    best: Tensor
-    """(N, C, H, W), normalized; zeros before the first step."""
     best_codes: Tensor
-    """(N, latent): codes that drew them."""
-    best_loss: Tensor
+    """(N, latent): codes that drew the best images, which are zeros before the first step."""
 
     def draw(self) -> Tensor:
         """Draws normalized images (N, C, H, W), differentiable in the codes and weights."""
@@ -222,7 +219,7 @@ class GeneratorSearch(AttackState):
 
 
 @final
-class GenerativePrior(IterativeAttack[GeneratorSearch]):
+class GenerativePrior(IterativeAttack[_GeneratorSearch]):
     """Matches the update's direction by what a generator draws: trained elsewhere, or untrained.
 
     Two methods: with an untrained generator it is not that of Jeon et al. With one that is trained,
@@ -287,7 +284,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> GeneratorSearch:
+    ) -> _GeneratorSearch:
         """Draws random codes; reads the generator from its file, or draws its weights.
 
         Raises:
@@ -300,7 +297,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         count, spec = observation.num_images, observation.model
         if self.weights is not None and self.public is not None:
             path = from_home(self.weights)
-            generator = read_generator(path, spec.input_shape, self.public)
+            generator = _read_generator(path, spec.input_shape, self.public)
         else:
             seed = int(torch.randint(2**31, (), generator=rng))
             generator = self._make_generator(count, spec.input_shape, knowledge, seed)
@@ -308,9 +305,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         generator = generator.to(matching.device).requires_grad_(False)
         codes = torch.randn(count, generator.latent, generator=rng).to(matching.device)
         codes.requires_grad_()
-        infinite = torch.full((), torch.inf, device=matching.device)
-        return GeneratorSearch(
-            loss=infinite,
+        return _GeneratorSearch(
             matching=matching,
             spec=spec,
             labels=labels,
@@ -319,23 +314,20 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
             optimizer=Adam([codes]),
             best=torch.zeros(count, *spec.input_shape, device=matching.device),
             best_codes=codes.detach().clone(),
-            best_loss=infinite,
         )
 
-    def step(self, state: GeneratorSearch) -> GeneratorSearch:
+    def step(self, state: _GeneratorSearch) -> _GeneratorSearch:
         """Takes a step of Adam, in the codes first and in the weights later."""
         if state.iteration == self._searching_codes():
             self._start_weights(state)
         with torch.enable_grad():
             drawn = state.draw()
         images = drawn.detach()
-        candidate = Candidate(images, state.labels, None)
+        candidate = Candidate(images, state.labels)
         state.loss, (slope,) = regularized(
             state.matching, candidate, cosine_distance, self.total_variation
         )
-        better = state.loss < state.best_loss
-        state.best_loss = torch.where(better, state.loss, state.best_loss)
-        state.best = torch.where(better, images, state.best)
+        better = state.keep_best(images)
         state.best_codes = torch.where(better, state.codes.detach(), state.best_codes)
         slopes = torch.autograd.grad(drawn, state.optimizer.variables, slope)
         searching, rate = self._searching_codes(), self.latent_rate
@@ -349,7 +341,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         state.iteration += 1
         return state
 
-    def postprocess(self, state: GeneratorSearch) -> Reconstruction:
+    def postprocess(self, state: _GeneratorSearch) -> Reconstruction:
         """Returns the images of the iteration with the least loss, with the labels in use."""
         return Reconstruction(
             images=state.matching.pixels(state.best),
@@ -369,7 +361,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
         """Trains a generator on public images, or draws the weights of an untrained one."""
         if self.training_iterations is None:
             with streams.global_stream(seed):
-                return over_parameterized(count, shape)
+                return _over_parameterized(count, shape)
         assert knowledge.public_images is not None
         images = knowledge.public_images
         if images.shape[1:] != shape:
@@ -384,7 +376,7 @@ class GenerativePrior(IterativeAttack[GeneratorSearch]):
             seed=seed,
         )
 
-    def _start_weights(self, state: GeneratorSearch) -> None:
+    def _start_weights(self, state: _GeneratorSearch) -> None:
         (generator,) = state.generators
         # Jeon et al. train a generator for each image, Zhang et al. one for the whole batch.
         copies = len(state.codes) if self._trained else 1

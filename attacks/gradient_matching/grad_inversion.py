@@ -31,7 +31,7 @@ from fedsim_attacks.gradient_matching._matching import (
 
 
 @dataclass(kw_only=True)
-class Group(AttackState):
+class _Group(AttackState):
     """The images of all seeds, the labels that they share, and their optimizer."""
 
     matching: Matching
@@ -47,7 +47,7 @@ class Group(AttackState):
 
 
 @final
-class GradInversion(IterativeAttack[Group]):
+class GradInversion(IterativeAttack[_Group]):
     """Several seeds match the gradient, held to image priors and to their common mean.
 
     Labels are taken as the threat model grants them (inferred ones by `label_inference`, in place
@@ -85,7 +85,7 @@ class GradInversion(IterativeAttack[Group]):
     tensors: ComparedTensors = "all"
     """Tensors of the update that are matched: all, or all but the classifier's head (body)."""
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Group:
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> _Group:
         """Draws random images for every seed; labels are known, inferred or soft."""
         calls = self.iterations * self.seeds
         matching = Matching(observation, calls=calls, tensors=self.tensors)
@@ -93,7 +93,7 @@ class GradInversion(IterativeAttack[Group]):
         starts = [matching.random_candidate(labels, rng) for _ in range(self.seeds)]
         images = torch.stack([start.images.detach() for start in starts])
         logits = starts[0].logits
-        return Group(
+        return _Group(
             loss=torch.full((), torch.inf, device=matching.device),
             matching=matching,
             prior=ForwardPrior(observation, knowledge, None, batch_norm=self.batch_norm),
@@ -104,13 +104,13 @@ class GradInversion(IterativeAttack[Group]):
             rng=rng,
         )
 
-    def step(self, state: Group) -> Group:
+    def step(self, state: _Group) -> _Group:
         """Takes a noisy step of Adam for all seeds, projected onto valid pixels."""
         evaluated = [self._fidelity(state, one) for one in state.images]
         losses, slopes, logit_slopes = zip(*evaluated, strict=True)
         state.loss = torch.stack(losses).min()
         # Equation 11, whose mean is held fixed within a step.
-        pull = consensus_slope(state.images, consensus(state.images, self.reach))
+        pull = _consensus_slope(state.images, _consensus(state.images, self.reach))
         directions = [torch.stack(slopes).add_(pull, alpha=self.group)]
         if state.logits is not None:
             # All seeds share one set of soft labels, whose slope is the seeds' mean.
@@ -125,10 +125,10 @@ class GradInversion(IterativeAttack[Group]):
         state.iteration += 1
         return state
 
-    def postprocess(self, state: Group) -> Reconstruction:
+    def postprocess(self, state: _Group) -> Reconstruction:
         """Returns the images of the seed, or of the seeds' registered mean, with the least loss."""
         # The registered mean may be better than any seed, and is judged by the same loss.
-        answers = torch.cat([state.images, consensus(state.images, self.reach)[None]])
+        answers = torch.cat([state.images, _consensus(state.images, self.reach)[None]])
         losses = torch.stack([self._fidelity(state, answer)[0] for answer in answers])
         best = int(losses.nan_to_num(nan=torch.inf).argmin())
         return Reconstruction(
@@ -138,7 +138,7 @@ class GradInversion(IterativeAttack[Group]):
             iterations=state.iteration,
         )
 
-    def _fidelity(self, state: Group, images: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def _fidelity(self, state: _Group, images: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Computes a seed's loss without the group's term, its slopes in images and in logits."""
         candidate = Candidate(images, state.labels, state.logits)
         loss, (slope, *logit_slopes) = state.matching.differentiate(candidate, squared_distance)
@@ -159,19 +159,19 @@ class GradInversion(IterativeAttack[Group]):
         return self.step_size * rising * half_cosine(iteration / self.iterations)
 
 
-def consensus(images: Tensor, reach: int) -> Tensor:
+def _consensus(images: Tensor, reach: int) -> Tensor:
     """Averages `images` (S, N, C, H, W) over S seeds, registered to their mean (equation 12)."""
     target = images.mean(0).expand_as(images).flatten(0, 1)
-    return register(images.flatten(0, 1), target, reach).view_as(images).mean(0)
+    return _register(images.flatten(0, 1), target, reach).view_as(images).mean(0)
 
 
-def consensus_slope(images: Tensor, mean: Tensor) -> Tensor:
+def _consensus_slope(images: Tensor, mean: Tensor) -> Tensor:
     """Computes the gradient of Σ_s rms(x_s - `mean`) in `images` x_s (equation 11)."""
     deviation = images - mean
     return torch.stack([each / (_root_mean_square(each) * each.numel()) for each in deviation])
 
 
-def register(images: Tensor, target: Tensor, reach: int) -> Tensor:
+def _register(images: Tensor, target: Tensor, reach: int) -> Tensor:
     """Shifts each of `images` (N, C, H, W) by up to `reach` pixels, nearest to its `target`."""
     height, width = images.shape[2:]
     padded = F.pad(images, (reach,) * 4, mode="replicate") if reach else images

@@ -16,11 +16,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.local import update_noise
 from fedsim.types import Observation, Reconstruction
-from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks._attack_kinds import IterativeAttack, SearchState
 from fedsim_attacks.gradient_matching._drawing import Adam, decayed_step, half_cosine
 from fedsim_attacks.gradient_matching._image_priors import (
     VARIATIONS,
@@ -45,23 +45,20 @@ _WARMUP = 50
 
 
 @dataclass(kw_only=True)
-class Inversion(AttackState):
+class _Inversion(SearchState):
     """The candidate, its optimizer, and the best inputs of a step so far by own loss."""
 
     matching: Matching
     distance: Distance
     candidate: Candidate
     optimizer: Adam
-    best_images: Tensor
-    """(N, C, H, W), normalized; those of the start before the first step."""
     best_labels: Tensor
     """(N,) int64, or probabilities (N, K) where soft labels are optimized."""
-    best_loss: Tensor
     rng: torch.Generator
 
 
 @final
-class InvertingGradients(IterativeAttack[Inversion]):
+class InvertingGradients(IterativeAttack[_Inversion]):
     """Matches the direction of the update: cosine distance, total variation, signed Adam.
 
     Images start at N(0, 1) and stay valid pixels. Labels are taken as the threat model grants them;
@@ -110,7 +107,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Inversion:
+    ) -> _Inversion:
         """Draws random images; labels are known, inferred or soft."""
         if observation.model.columns and (self.pattern or self.stretched):
             raise AttackFailed("rows of a table are no pictures: drop pattern and stretched")
@@ -120,31 +117,25 @@ class InvertingGradients(IterativeAttack[Inversion]):
         candidate = matching.random_candidate(granted_labels(observation, knowledge), rng)
         if self.pattern:
             candidate.images.data = tile(candidate.images.data, self.pattern)
-        return Inversion(
-            loss=torch.full((), torch.inf, device=matching.device),
+        return _Inversion(
             matching=matching,
             distance=self._distance(observation),
             candidate=candidate,
             optimizer=Adam(candidate.variables),
-            best_images=candidate.images.detach().clone(),
+            best=candidate.images.detach().clone(),
             best_labels=candidate.targets().detach(),
-            best_loss=torch.full((), torch.inf, device=matching.device),
             rng=rng,
         )
 
-    def step(self, state: Inversion) -> Inversion:
+    def step(self, state: _Inversion) -> _Inversion:
         """Takes a step of Adam along signs, projected onto valid pixels."""
         matching, candidate = state.matching, state.candidate
         images = candidate.images.detach()
         state.loss, (slope, *rest) = regularized(
             matching, candidate, state.distance, self.total_variation, VARIATIONS[self.variation]
         )
-        # Compared without a branch: reading the loss would make a GPU wait in each step.
-        better = state.loss < state.best_loss
-        state.best_loss = torch.where(better, state.loss, state.best_loss)
-        state.best_images = torch.where(better, images, state.best_images)
-        targets = candidate.targets().detach()
-        state.best_labels = torch.where(better, targets, state.best_labels)
+        better = state.keep_best(images)
+        state.best_labels = torch.where(better, candidate.targets().detach(), state.best_labels)
         if self.signs == "hard":  # as in the authors' code
             slope = slope.sign_()
         else:
@@ -157,11 +148,9 @@ class InvertingGradients(IterativeAttack[Inversion]):
         state.iteration += 1
         return state
 
-    def postprocess(self, state: Inversion) -> Reconstruction:
+    def postprocess(self, state: _Inversion) -> Reconstruction:
         """Returns images, or rows as `records`, of the least loss, and labels."""
-        images, labels = state.matching.undo_changes(
-            state.best_images, state.best_labels, state.rng
-        )
+        images, labels = state.matching.undo_changes(state.best, state.best_labels, state.rng)
         box = state.matching.box
         entries = state.matching.pixels(expose(images, box) if self.stretched else images)
         return Reconstruction(
@@ -206,7 +195,15 @@ def regularized(
     weight: float,
     variation: Variation = total_variation,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Computes distance + `weight` variation (0-d), and its slopes; of rows the distance alone."""
+    """Computes distance + `weight` variation (0-d), and its slopes; of rows the distance alone.
+
+    Args:
+        matching: The observed update.
+        candidate: The batch whose update is compared; slopes are in its `variables`, in order.
+        distance: Distance of both updates.
+        weight: Factor of the variation.
+        variation: Function from images to their variation (0-d) and its gradient in them.
+    """
     value, (slope, *rest) = matching.differentiate(candidate, distance)
     if candidate.images.ndim != 4:  # entries of a row that are neighbours are not alike
         return value, (slope, *rest)

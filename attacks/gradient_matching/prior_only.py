@@ -7,30 +7,25 @@ from typing import Annotated, ClassVar, Literal, final
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import denormalize
 from fedsim.types import ModelSpec, Observation, Reconstruction
-from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks._attack_kinds import IterativeAttack, SearchState
 from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing, DrawingSettings
 from fedsim_attacks.gradient_matching._image_priors import VARIATIONS, expose
 
 
 @dataclass(kw_only=True)
-class Drawn(AttackState):
+class _Drawn(SearchState):
     """The drawing and the images of least own loss."""
 
     spec: ModelSpec
     drawing: Drawing
-    best: Tensor
-    """(N, C, H, W), normalized."""
-    best_loss: Tensor
 
 
 @final
-class PriorOnly(IterativeAttack[Drawn]):
+class PriorOnly(IterativeAttack[_Drawn]):
     """Minimizes the total variation of images that it draws, and nothing else.
 
     With the defaults it controls feature_inversion; factored_inversion has `prior: pixel`,
@@ -56,45 +51,31 @@ class PriorOnly(IterativeAttack[Drawn]):
     stretched: bool = False
     """Whether each image is finally multiplied by what makes it fill the valid pixels."""
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Drawn:
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> _Drawn:
         """Draws random weights or pixels; of the observation only the images' shape is used."""
-        device = observation.device
-        drawing = Drawing(
-            DrawingSettings(
-                canvas=self.prior,
-                iterations=self.iterations,
-                width=self.width,
-                rate=self.learning_rate,
-            ),
-            observation.num_images,
-            observation.model,
-            seed=int(torch.randint(2**31, (), generator=rng)),
-            rng=rng,
-            device=device,
+        settings = DrawingSettings(
+            canvas=self.prior,
+            iterations=self.iterations,
+            width=self.width,
+            rate=self.learning_rate,
         )
-        infinite = torch.full((), torch.inf, device=device)
-        return Drawn(
-            loss=infinite,
-            spec=observation.model,
-            drawing=drawing,
-            best=drawing.draw().detach().clone(),
-            best_loss=infinite,
-        )
+        seed = int(torch.randint(2**31, (), generator=rng))
+        drawing = Drawing(settings, observation, rng, seed=seed)
+        best = drawing.draw().detach().clone()
+        return _Drawn(spec=observation.model, drawing=drawing, best=best)
 
-    def step(self, state: Drawn) -> Drawn:
+    def step(self, state: _Drawn) -> _Drawn:
         """Takes a step of Adam."""
         drawn = state.drawing.draw()
         images = drawn.detach()
         variation, slope = VARIATIONS[self.variation](images)
         state.loss = self.total_variation * variation
-        better = state.loss < state.best_loss
-        state.best_loss = torch.where(better, state.loss, state.best_loss)
-        state.best = torch.where(better, images, state.best)
+        state.keep_best(images)
         state.drawing.step(drawn, self.total_variation * slope)
         state.iteration += 1
         return state
 
-    def postprocess(self, state: Drawn) -> Reconstruction:
+    def postprocess(self, state: _Drawn) -> Reconstruction:
         """Returns the images of least total variation over all steps, `stretched` if asked for."""
         images = expose(state.best, state.drawing.box) if self.stretched else state.best
         return Reconstruction(

@@ -24,9 +24,10 @@ from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights, smooth
-from fedsim_attacks.fast_autograd._tape import Tape, pays
+from fedsim_attacks.fast_autograd._tape import tape_if_it_pays
 from fedsim_attacks.gradient_matching._image_priors import ForwardPrior, KnownFeatures
 from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
     Distance,
     DistanceValue,
     MatchedUpdate,
@@ -101,7 +102,15 @@ class PartUpdate:
         *,
         approximate: bool = False,
     ) -> None:
-        """Undoes `scale`, the defense's factor; `approximate` if several steps were taken."""
+        """Reads the update of a part.
+
+        Args:
+            observation: The whole update.
+            body: The victim's body.
+            part: Layers of that body.
+            scale: Factor (0-d) that the defense has applied, which is undone.
+            approximate: Whether several steps were taken: a gradient then has a fitted factor.
+        """
         update = {name: observation.update[name] / scale for name, _ in part.parameters}
         self._target = [
             lay_out(body.without_padding(name, tensor)) for name, tensor in update.items()
@@ -181,14 +190,15 @@ _FROM, _TIMES = 0.4, 30
 class LaterSteps:
     """The mean gradient over a client's steps, less the share of it that the first step makes."""
 
-    def __init__(self, observation: Observation, labels: Tensor) -> None:
-        """Prepares the simulation for images of these `labels` (N,)."""
+    def __init__(self, observation: Observation, labels: Tensor, calls: int) -> None:
+        """Prepares for images of these `labels` (N,) and so many `calls` of `correct`."""
         training = observation.training
         weights = step_weights(training)
         # Where each step has its own images, the first gradient is that of all of them.
         self.share = weights[0] / sum(weights) if training.batches == "same" else 1.0
         """Share of the first step's gradient in the mean gradient."""
         self._factor, self._labels = mean_gradient_factor(training), labels
+        self._calls, self._done = calls, 0
         self._names = list(observation.parameters)
         self._all, self._one = Matching(observation), Matching(as_one_gradient(observation))
 
@@ -204,13 +214,11 @@ class LaterSteps:
             for name, update, gradient in zip(self._names, every, first, strict=True)
         }
 
-    def correct(self, updates: Iterable[PartUpdate], images: Tensor, done: int, calls: int) -> bool:
-        """Corrects `updates` by what later steps add at `images`, at some calls; says whether.
-
-        Of all `calls` of this method, `done` have been made.
-        """
+    def correct(self, updates: Iterable[PartUpdate], images: Tensor) -> bool:
+        """Corrects `updates` by what later steps add at `images`, at some calls; says whether."""
+        done, self._done = self._done, self._done + 1
         # Far candidates tell nothing of later steps, and each simulation costs an iteration.
-        if done < _FROM * calls or done % max(1, calls // _TIMES):
+        if done < _FROM * self._calls or done % max(1, self._calls // _TIMES):
             return False
         added = self(images)
         # The simulated training may diverge.
@@ -229,7 +237,7 @@ class Misfit(NamedTuple):
     """Distances of candidates from the observation."""
 
     update: Tensor
-    """|u - t|² / |t|² of both updates (0-d); of a `WholeGradient` 1 - cosine."""
+    """|u - t|² / |t|² of both updates (0-d); 1 - cosine where directions are compared."""
     features: Tensor
     """Mean of |x_i - f_i|² / |f_i|² (0-d), of features x_i of candidates and known ones f_i."""
     slope: Tensor
@@ -251,6 +259,7 @@ class StageTarget(NamedTuple):
     """Whether norm layers have left the outputs without a scale."""
 
 
+@final
 class PartGradient:
     """The observed update of a part of the body, and its recomputation from candidate inputs."""
 
@@ -265,27 +274,59 @@ class PartGradient:
         calls: int,
         later: LaterSteps | None = None,
     ) -> None:
-        """Prepares for so many `calls`; `later` is None for an update of one step.
+        """Prepares the comparison.
 
-        The misfit of the inputs' outputs to those of `target` has the `weight`.
+        Args:
+            observation: An update of one gradient, or one that was made of several steps.
+            body: The victim's body.
+            part: Layers of that body.
+            target: Outputs of these layers and their error signals.
+            weight: Factor of the misfit of outputs in the slope.
+            calls: Number of evaluations to come.
+            later: What later steps add; None for an update of one step.
         """
-        self._later, self._done, self._calls = later, 0, calls
+        self._later = later
         self._function, self._target, self._weight = part.function, target, weight
         self._parameters = [parameter for _, parameter in part.parameters]
-        rough = later is not None
-        self._update = PartUpdate(observation, body, part, target.scale, approximate=rough)
+        several = later is not None
+        self._update = PartUpdate(observation, body, part, target.scale, approximate=several)
         self._outputs, self._errors = target.outputs.flatten(1), target.errors.flatten(1)
         self._lengths = self._outputs.square().sum(1, keepdim=True)
         # A tape would go on as before a correction.
-        replayed = pays(calls, target.outputs.device) and later is None
-        self._slopes = Tape(self._differentiate) if replayed else self._differentiate
+        taped_calls = 0 if several else calls
+        self._slopes = tape_if_it_pays(self._differentiate, taped_calls, target.outputs.device)
+
+    @classmethod
+    def of_body(
+        cls,
+        observation: Observation,
+        features: Tensor,
+        known: Signals,
+        *,
+        weight: float,
+        width: float,
+        calls: int,
+        later: LaterSteps | None = None,
+    ) -> PartGradient:
+        """Prepares the comparison of the whole body's update, from candidate images.
+
+        Args:
+            observation: An update of one gradient, or one that was made of several steps.
+            features: Features (N, d) of the images.
+            known: Signals that these tell.
+            weight: Factor of the misfit of features in the slope.
+            width: Width of the smoothed jumps of slopes; 0 leaves them.
+            calls: Number of evaluations to come.
+            later: What later steps add; None for an update of one step.
+        """
+        body = Body(observation, width)
+        whole = Part(body.model.features, body.parameters(body.model.body))
+        target = StageTarget(features, known.errors, known.scale)
+        return cls(observation, body, whole, target, weight=weight, calls=calls, later=later)
 
     def __call__(self, inputs: Tensor) -> Misfit:
         """Evaluates the misfit at `inputs` (N, ...)."""
-        corrected = self._later is not None and self._later.correct(
-            [self._update], inputs, self._done, self._calls
-        )
-        self._done += 1
+        corrected = self._later is not None and self._later.correct([self._update], inputs)
         update, outputs, slope = self._slopes(inputs.detach())
         return Misfit(update, outputs, slope, target_changed=corrected)
 
@@ -332,39 +373,7 @@ class PartGradient:
         return (along / self._lengths).clamp_min(_LEAST_STRETCH)
 
 
-@final
-class BodyGradient(PartGradient):
-    """The observed update of the whole body, and its recomputation from candidate images."""
-
-    def __init__(
-        self,
-        observation: Observation,
-        features: Tensor,
-        known: Signals,
-        *,
-        weight: float,
-        width: float,
-        calls: int,
-        later: LaterSteps | None = None,
-    ) -> None:
-        """Prepares the comparison, as `PartGradient` does, for images of `features` (N, d).
-
-        `known` is what these tell, and `width` that of slopes' jumps; 0 leaves them.
-        """
-        body = Body(observation, width)
-        whole = Part(body.model.features, body.parameters(body.model.body))
-        super().__init__(
-            observation,
-            body,
-            whole,
-            StageTarget(features, known.errors, known.scale),
-            weight=weight,
-            calls=calls,
-            later=later,
-        )
-
-
-def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance:
+def _distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance:
     """Makes the distance |u - t|² / |t|² of body plus head, by `names`; rescales u if `clipped`."""
     # In a single distance the head's planted neurons would outweigh all else.
     body = [name.startswith("body.") for name in names]
@@ -395,8 +404,9 @@ def _energy(tensors: Sequence[Tensor], body: Sequence[bool], part: bool) -> Tens
     return whole.clamp_min(torch.finfo(tensors[0].dtype).tiny)
 
 
+@final
 class WholeGradient:
-    """The direction of the observed update, against its recomputation from candidate images."""
+    """The observed update of all tensors, and its recomputation from candidate images."""
 
     def __init__(
         self,
@@ -407,41 +417,34 @@ class WholeGradient:
         calls: int,
         features: Tensor | None = None,
         weight: float = 0.0,
+        by_part: bool = False,
     ) -> None:
-        """Prepares the comparison for images of `labels` (N,) and, if known, `features` (N, d)."""
+        """Prepares the comparison, of an update of one gradient or of several local steps.
+
+        Args:
+            observation: The update, whose local steps candidates are put through.
+            labels: Labels (N,) of the images.
+            width: Width of the smoothed jumps of slopes; 0 leaves them.
+            calls: Number of evaluations to come.
+            features: Features (N, d) of the images; None if unknown.
+            weight: Factor of the misfit of features in the slope.
+            by_part: Whether body and head are compared in squared distance, each relative to its
+                own length, and not by direction.
+        """
         self._matching = Matching(observation, calls=calls, width=width)
         self._labels, self._weight = labels, weight
         wanted = None if features is None else KnownFeatures(features, "relative")
         self._prior = ForwardPrior(observation, Knowledge(), wanted)
         self._distance: Distance = cosine_distance
-        if features is not None:  # few tensors would outweigh all others in a trained network
+        if by_part:
+            clipped = observation.effect.scaled
+            self._distance = _distance_by_part(self._matching.names, clipped=clipped)
+        elif features is not None:  # few tensors would outweigh all others in a trained network
             self._distance = reweighted_cosine(self._matching.counts)
 
     def __call__(self, images: Tensor) -> Misfit:
         """Evaluates the misfit at normalized `images` (N, C, H, W)."""
-        candidate = self._matching.candidate(images, self._labels, None)
+        candidate = Candidate(images, self._labels)
         loss, (slope,) = self._matching.differentiate(candidate, self._distance)
         distance_of_features, pull = self._prior(images)
         return Misfit(loss, distance_of_features, slope + self._weight * pull)
-
-
-@final
-class UnrolledUpdate(WholeGradient):
-    """The observed update, and its recomputation from candidates by the client's own steps."""
-
-    def __init__(
-        self,
-        observation: Observation,
-        features: Tensor,
-        known: Signals,
-        *,
-        weight: float,
-        width: float,
-        calls: int,
-    ) -> None:
-        """Prepares the comparison with `observation`, which has all local steps as recorded."""
-        super().__init__(
-            observation, known.labels, width=width, calls=calls, features=features, weight=weight
-        )
-        names = list(observation.parameters)
-        self._distance = distance_by_part(names, clipped=observation.effect.scaled)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from fedsim.contracts.attack import Attack, AttackFailed, create, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.contracts.plugins import PluginError
+from fedsim.models.base import Classifier
 from fedsim.models.head import TwoLayerHead
 from fedsim.models.victim import rebuild
 from fedsim.system.device import move_tensors
@@ -88,11 +90,22 @@ def head_of(observation: Observation) -> Head:
 def recover(
     observation: Observation, knowledge: Knowledge, seed: int, source: FeatureSource = SUITED
 ) -> Reconstruction:
-    """Recovers features by the `resolved` source or what suits the head, named in `features_by`."""
-    if not isinstance(source, str):
-        attack = source_attack(source)
-        assert attack is not None
-        return _ask(source["name"], observation, knowledge, seed, attack)
+    """Recovers a batch's features (N, d) and, by some attacks, its labels.
+
+    Args:
+        observation: The batch's update.
+        knowledge: What the attack that recovers features is granted.
+        seed: Seed of that attack.
+        source: A `resolved` source that names the attack, or `suited`: what suits the head.
+
+    Returns:
+        The attack's answer, with its name in `features_by`.
+
+    Raises:
+        AttackFailed: the update does not tell the features of all images, with the reason.
+    """
+    if source != SUITED:
+        return _ask(source, observation, knowledge, seed)
     if isinstance(rebuild(observation).head, TwoLayerHead):
         return _ask("best_features", observation, knowledge, seed)
     classifier = ClassifierGradient.read(observation)
@@ -105,12 +118,10 @@ def try_recovery(
     observation: Observation, knowledge: Knowledge, seed: int
 ) -> Reconstruction | None:
     """Recovers features by `recover`; None where an ordinary classifier does not tell them."""
-    if not isinstance(head_of(observation), ClassifierGradient):
+    ordinary = isinstance(head_of(observation), ClassifierGradient)
+    with suppress(AttackFailed) if ordinary else nullcontext():
         return recover(observation, knowledge, seed)
-    try:
-        return recover(observation, knowledge, seed)
-    except AttackFailed:
-        return None
+    return None
 
 
 def _read_before(
@@ -136,13 +147,11 @@ def _read_before(
 
 
 def _ask(
-    name: str,
-    observation: Observation,
-    knowledge: Knowledge,
-    seed: int,
-    attack: Attack[Any] | None = None,
+    source: FeatureSource, observation: Observation, knowledge: Knowledge, seed: int
 ) -> Reconstruction:
-    answer = solve(attack or create(name), observation, knowledge, seed).reconstruction
+    name = source if isinstance(source, str) else source["name"]
+    attack = source_attack(source) or create(name)
+    answer = solve(attack, observation, knowledge, seed).reconstruction
     if answer.features is None or len(answer.features) != observation.num_images:
         images = number_of(observation.num_images, "image")
         raise AttackFailed(f"{name} answers no features of {images}")
@@ -170,11 +179,8 @@ def noise_share(observation: Observation, head: Head, names: Collection[str] = (
     energy, whole = (
         float(sum(t.double().square().sum() for t in of)) for of in (part, body.values())
     )
-    if not energy:
-        return 0.0
-    return (
-        relative_noise_variance(observation, head) * sum(t.numel() for t in part) * whole / energy
-    )
+    entries, variance = sum(t.numel() for t in part), relative_noise_variance(observation, head)
+    return variance * entries * whole / energy if energy else 0.0
 
 
 class Signals(NamedTuple):
@@ -193,17 +199,16 @@ def signals(observation: Observation, features: Tensor, labels: Tensor | None = 
 
     `labels` (N,) that are known are kept, behind an ordinary classifier.
     """
-    device = features.device
     known = None if labels is None else labels.cpu()
-    found = _signals(move_tensors(observation, "cpu"), features.cpu(), known)
-    return Signals(*(each.to(device) for each in found))
-
-
-def _signals(observation: Observation, features: Tensor, known: Tensor | None) -> Signals:
-    head = head_of(observation)
+    observed, head = move_tensors(observation, "cpu"), head_of(observation)
     if isinstance(head, ClassifierGradient):
-        return Signals(*derive_signals(head, features, known))
-    model = rebuild(observation).eval()
+        found = Signals(*derive_signals(head, features.cpu(), known))
+    else:
+        found = _planted_signals(rebuild(observed).eval(), head, features.cpu())
+    return Signals(*(each.to(features.device) for each in found))
+
+
+def _planted_signals(model: Classifier, head: HeadGradient, features: Tensor) -> Signals:
     with torch.no_grad():
         observed = Objective(head)(features).errors
         labels = labels_of(head, features, observed)
@@ -227,13 +232,10 @@ _APART = 0.5
 """Share of the distance to the nearest other features up to which an image's may be off."""
 
 
-def _is_determined_by(classifier: ClassifierGradient, features: Tensor) -> bool:
+def _are_apart(classifier: ClassifierGradient, features: Tensor) -> bool:
     """Says whether noise leaves each image's features nearer to the truth than to another's."""
-    if classifier.exact or classifier.excess:
-        return True
     problem = Consistency(classifier)
-    fit = _at(problem, features, 0)
-    errors = _certificates.bound_errors(problem, fit, 0) * features.norm(dim=1)
+    errors = _certificates.bound_errors(problem, _at(problem, features), 0) * features.norm(dim=1)
     # An error of less than half the way to another image's features cannot confuse them.
     apart = torch.cdist(features, features).fill_diagonal_(torch.inf).amin(1)
     return bool((errors < _APART * apart).all())
@@ -247,12 +249,13 @@ def _fit_classifier(
         return None
     problem = Consistency(classifier)
     refit = _at(problem, features, _CLASSIFIER_ITERATIONS)
-    if float(refit.losses[0]) <= float(_at(problem, other, 0).losses[0]):
+    if float(refit.losses[0]) <= float(_at(problem, other).losses[0]):
         return refit.features[0].to(features.dtype)
     return other
 
 
-def _at(problem: Consistency, features: Tensor, iterations: int) -> Fits:
+def _at(problem: Consistency, features: Tensor, iterations: int = 0) -> Fits:
+    """Evaluates the problem at `features` (N, d), or descends from them."""
     labels = derive_signals(problem.classifier, features)[0]
     return problem.descend(problem.unknowns(features[None]), labels[None], iterations)
 
@@ -272,7 +275,7 @@ def are_explained(head: Head, features: Tensor) -> bool:
     features = features.cpu()
     if isinstance(head, ClassifierGradient):
         problem = Consistency(head)
-        return _certificates.is_explained(problem, float(_at(problem, features, 0).losses[0]))
+        return _certificates.is_explained(problem, float(_at(problem, features).losses[0]))
     most = 1 + _CHANCE * _explained_by_chance(head, features) if head.noise else _ALL
     return _misfit(head, features) < most
 
@@ -280,10 +283,10 @@ def are_explained(head: Head, features: Tensor) -> bool:
 def are_determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -> bool:
     """Says whether moving `features` (N, d) by a share `exchanged` explains the gradient worse."""
     features = features.cpu()
-    if isinstance(head, ClassifierGradient):
-        return _is_determined_by(head, features)
     if head.exact:
         return True
+    if isinstance(head, ClassifierGradient):
+        return bool(head.excess) or _are_apart(head, features)
     misfit = _misfit(head, features)
     # The features of two images that nearly mix are the easiest to confuse.
     gap = min(_misfit(head, other) for other in _alternatives(features, exchanged)) - misfit
@@ -300,7 +303,7 @@ def doubts(head: Head, features: Tensor) -> Tensor:
         found = torch.zeros(len(features))
     elif isinstance(head, ClassifierGradient):
         problem = Consistency(head)
-        bounds = _certificates.bound_errors(problem, _at(problem, on_processor, 0), 0)
+        bounds = _certificates.bound_errors(problem, _at(problem, on_processor), 0)
         found = bounds.square().nan_to_num(1)
     else:
         objective = Objective(head)

@@ -18,7 +18,7 @@ Deeply Nested Systems, AISTATS 2014, for inputs in place of weights).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from fedsim.rng import generator
 from fedsim.types import Observation
 from fedsim_attacks.fast_autograd._second_order import replace_forward
-from fedsim_attacks.fast_autograd._tape import Tape, pays
+from fedsim_attacks.fast_autograd._tape import tape_if_it_pays
 from fedsim_attacks.gradient_matching._drawing import Adam, half_cosine
 from fedsim_attacks.images_from_features._body_gradient import (
     Body,
@@ -67,7 +67,7 @@ class _EndReached(BaseException):
 
 
 @final
-class BodyCalls:
+class _BodyCalls:
     """Calls of modules in one pass through a body, numbered in the order in which they begin."""
 
     def __init__(self, body: nn.Module, images: Tensor) -> None:
@@ -207,7 +207,7 @@ _NARROWEST = 0.1
 
 @final
 @dataclass(frozen=True)
-class Stage:
+class _Stage:
     """Consecutive layers of a body, and what is known of the inputs of the first."""
 
     part: Part
@@ -224,15 +224,13 @@ class Stage:
 class StagedBody:
     """A victim's body in stages, with the width of its slopes' jumps."""
 
-    def __init__(
-        self, observation: Observation, num_images: int, rng: torch.Generator, *, width: float
-    ) -> None:
-        """Cuts the body for batches of `num_images`; `width` is as for `Body`, at first."""
+    def __init__(self, observation: Observation, rng: torch.Generator, *, width: float) -> None:
+        """Cuts the body by random images; `width` is that of the jumps, as for `Body`, at first."""
         self._full = width
         device = observation.device
         self._width = torch.tensor(float(width), device=device)
         self.body = Body(observation, self._width)
-        self.stages = cut_into_stages(self.body, num_images, rng)
+        self.stages = _cut_into_stages(self.body, observation.num_images, rng)
 
     def narrow(self, done: float) -> None:
         """Sets the width of the smoothed jumps, which falls to a tenth at `done` = 1."""
@@ -260,13 +258,13 @@ class StagedBody:
         return maps
 
 
-def cut_into_stages(body: Body, num_images: int, rng: torch.Generator) -> list[Stage]:
+def _cut_into_stages(body: Body, num_images: int, rng: torch.Generator) -> list[_Stage]:
     """Cuts a body into stages from images to features, or returns it as one stage."""
     images = torch.randn(num_images, *body.input_shape, generator=rng)
     images = images.to(next(body.model.parameters()).device)
     every = body.parameters(body.model.body)
     # Noted with other images, so that a body whose way depends on them is found out below.
-    calls = BodyCalls(body.model.body, -images)
+    calls = _BodyCalls(body.model.body, -images)
     ends: list[int | None] = [None]
     parts: list[list[tuple[str, Tensor]]] = []
     for begin in reversed(calls.cuts({id(p) for _, p in every if p.ndim > 1})):
@@ -288,7 +286,7 @@ def cut_into_stages(body: Body, num_images: int, rng: torch.Generator) -> list[S
         if not torch.allclose(body.model.features(images), maps[-1].flatten(1)):
             functions, parts = [body.model.features], [every]
     return [
-        Stage(
+        _Stage(
             Part(function, part),
             entering.shape,
             size=float(entering.square().mean().sqrt()),
@@ -319,7 +317,15 @@ class StagePeeling:
         *,
         steps: int,
     ) -> None:
-        """Begins with the last stage; each takes so many `steps` of Adam from inputs by `rng`."""
+        """Begins with the last stage.
+
+        Args:
+            observation: An update of one gradient.
+            staged: The victim's body.
+            target: Outputs of the last stage, the features, and their error signals.
+            rng: Source of the inputs that each stage starts at, on the CPU.
+            steps: Number of steps of Adam for each stage.
+        """
         self._rng, self._observation, self._staged = rng, observation, staged
         self._remaining = staged.stages[1:]
         self._steps, self._target = steps, target
@@ -344,7 +350,7 @@ class StagePeeling:
         self._staged.narrow(0)
         return self._problem(self._staged.stages[0], weight, calls)
 
-    def _problem(self, stage: Stage, weight: float, calls: int) -> PartGradient:
+    def _problem(self, stage: _Stage, weight: float, calls: int) -> PartGradient:
         return PartGradient(
             self._observation,
             self._staged.body,
@@ -407,16 +413,6 @@ LEAST_CLEAR = 1e-3
 """Share of the update that is not noise, at least: less cannot be told from none."""
 
 
-@dataclass(frozen=True, eq=False)
-class StageInputs:
-    """Inputs of all stages, from which a descent over them starts."""
-
-    images: Tensor
-    """(N, C, H, W), normalized: inputs of the first stage."""
-    maps: list[Tensor]
-    """Inputs of all other stages, up to a factor for each image; without any, those of `images`."""
-
-
 @final
 class Relaxation:
     """The misfit of images together with the maps between stages, which every call updates."""
@@ -426,13 +422,26 @@ class Relaxation:
         observation: Observation,
         staged: StagedBody,
         target: StageTarget,
-        start: StageInputs,
+        images: Tensor,
+        maps: Sequence[Tensor],
         *,
         noise: float,
         later: LaterSteps | None,
         steps: int,
     ) -> None:
-        """Prepares maps from `start`; `noise` is that share of the update, `steps` counts calls."""
+        """Prepares the descent.
+
+        Args:
+            observation: An update of one gradient, or one that was made of several steps.
+            staged: The victim's body.
+            target: Outputs of the last stage, the features, and their error signals.
+            images: Normalized images (N, C, H, W) to start from.
+            maps: Inputs of all other stages to start from, up to a factor for each image; those of
+                `images` if empty.
+            noise: Share of |update|² that is noise.
+            later: What later steps add; None for an update of one step.
+            steps: Number of calls to come.
+        """
         clear = max(1 - noise, LEAST_CLEAR)
         self.final_weight = (_TIGHT if later is None else _TIGHT_APPROXIMATE) * math.sqrt(clear)
         """Weight of maps' relative squared distance at the end."""
@@ -447,9 +456,9 @@ class Relaxation:
         self._energy = nonzero_energy(torch.stack([each.energy for each in self._updates]).sum())
         self._done, self._steps = 0, steps
         # A tape would go on as before a correction.
-        replayed = pays(steps, target.outputs.device) and later is None
-        self._slopes = Tape(self._differentiate) if replayed else self._differentiate
-        self.maps, distances = self._initial_maps(start, min(_FAR, _CLEAR * clear**0.25))
+        taped_calls = steps if later is None else 0
+        self._slopes = tape_if_it_pays(self._differentiate, taped_calls, target.outputs.device)
+        self.maps, distances = self._initial_maps(images, maps, min(_FAR, _CLEAR * clear**0.25))
         self.step_size = _SHARE * distances[0]
         """Step size of images at first, in units of normalized pixels."""
         self._sizes = [
@@ -462,9 +471,7 @@ class Relaxation:
         """Evaluates normalized `images` and the distance of all maps; takes a step over these."""
         done = self._done / self._steps
         self._staged.narrow(done)
-        corrected = self._later is not None and self._later.correct(
-            self._updates, images, self._done, self._steps
-        )
+        corrected = self._later is not None and self._later.correct(self._updates, images)
         # Geometric, so that each part of the descent tightens maps by one factor.
         weight = images.new_tensor(_LOOSE * (self.final_weight / _LOOSE) ** done)
         update, distance, slope, *slopes = self._slopes(
@@ -496,15 +503,15 @@ class Relaxation:
         return update.detach(), distance.detach(), *(each.contiguous() for each in slopes)
 
     def _initial_maps(
-        self, start: StageInputs, unknown_distance: float
+        self, images: Tensor, maps: Sequence[Tensor], unknown_distance: float
     ) -> tuple[list[Tensor], list[float]]:
         """Prepares maps to start from, and how far each is from what the stage before makes."""
-        if not start.maps:
-            between = [each.clone() for each in self._staged.maps(start.images)[1:-1]]
+        if not maps:
+            between = [each.clone() for each in self._staged.maps(images)[1:-1]]
             distances = [unknown_distance] * len(between)
             return [each.requires_grad_() for each in between], distances
-        entering, initial, distances = start.images, [], []
-        for stage, each in zip(self._staged.stages, start.maps, strict=False):
+        entering, initial, distances = images, [], []
+        for stage, each in zip(self._staged.stages, maps, strict=False):
             with torch.no_grad():
                 outputs_made = stage.part.function(entering)
             # Peeling leaves a map a factor for each image, which the stage before tells.

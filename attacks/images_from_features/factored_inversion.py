@@ -27,13 +27,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import AttackFailed, AttackState, remove_truncated
+from fedsim.contracts.attack import AttackFailed, remove_truncated
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.local import features_of
 from fedsim.models.victim import rebuild
 from fedsim.rng import generator
 from fedsim.types import Effect, Observation, Reconstruction
-from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks._attack_kinds import IterativeAttack, SearchState
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.gradient_matching._drawing import Pyramid, half_cosine
@@ -44,11 +44,10 @@ from fedsim_attacks.gradient_matching._image_priors import (
 )
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.images_from_features._body_gradient import (
-    BodyGradient,
     LaterSteps,
     Misfit,
+    PartGradient,
     StageTarget,
-    UnrolledUpdate,
     WholeGradient,
 )
 from fedsim_attacks.images_from_features._heads import (
@@ -66,7 +65,6 @@ from fedsim_attacks.images_from_features._stages import (
     LEAST_CLEAR,
     Relaxation,
     StagedBody,
-    StageInputs,
     StagePeeling,
 )
 from fedsim_attacks.images_from_features.feature_regression import ImageDistribution, ImagePrior
@@ -116,7 +114,7 @@ _PRIOR = 0.7
 
 @final
 @dataclass(frozen=True)
-class Phase:
+class _Phase:
     """A comparison of images with the update for some iterations, and how they move."""
 
     misfit: Callable[[Tensor], Misfit] | StagePeeling
@@ -139,12 +137,8 @@ class Phase:
     """Share of the contrast that fills valid pixels, which images get in the end, if any."""
 
 
-PhaseMaker = Callable[[Tensor], Phase]
-"""Function that makes a phase of the normalized images (N, C, H, W) of the phase before."""
-
-
 @final
-class Phases:
+class _Phases:
     """The phases of one observation's descent, each made when the one before is over."""
 
     def __init__(
@@ -165,9 +159,7 @@ class Phases:
         self._several = observation.training.steps > 1 or observation.num_clients > 1
         self._as_one = as_one_gradient(observation) if self._several else observation
         self._head, self._stream = head_of(self._as_one), generator(seed, "peeling")
-        self._staged = StagedBody(
-            self._as_one, observation.num_images, self._stream, width=settings.jump_width
-        )
+        self._staged = StagedBody(self._as_one, self._stream, width=settings.jump_width)
         self._is_deep = len(self._staged.stages) >= _DEEP
         self._contrast_seen = self._staged.contrast_seen
         unrolls = self._several and not self._is_deep
@@ -177,7 +169,8 @@ class Phases:
         """Iterations that take several steps for one gradient."""
         self._begun = 0
         """Iterations before the present phase."""
-        self._plans: list[PhaseMaker] = [self._plan_unrolling] if unrolls else []
+        self._plans: list[Callable[[Tensor], _Phase]] = [self._plan_unrolling] if unrolls else []
+        """Makers of the phases to come, each of the normalized images of the phase before it."""
         self._prior = prior
         self.present = self._plan_first()
         self.distribution = self._distribution()
@@ -217,7 +210,7 @@ class Phases:
             return self._prior.unconditional(self._observation.num_images)
         return self._prior.given_features(features)
 
-    def _plan_first(self) -> Phase:
+    def _plan_first(self) -> _Phase:
         iterations = self._one_step_iterations
         if self._recovered is None:
             return self._compare_whole(self._infer_labels(), iterations)
@@ -248,15 +241,15 @@ class Phases:
         # Features that explain little imply any label, where the sign of one entry says it.
         return signals(self._observation, features, self._infer_labels())
 
-    def _compare_whole(self, labels: Tensor, iterations: int) -> Phase:
+    def _compare_whole(self, labels: Tensor, iterations: int) -> _Phase:
         """Makes a phase that knows of no feature: candidates' whole update is compared."""
         settings = self._settings
         misfit = WholeGradient(self._as_one, labels, width=settings.jump_width, calls=iterations)
         variation = max(_WHOLE_VARIATION, settings.total_variation)
         contrast = 1.0 if self._contrast_seen < _FAINT else None
-        return Phase(misfit, iterations, settings.step_size, variation, labels, contrast=contrast)
+        return _Phase(misfit, iterations, settings.step_size, variation, labels, contrast=contrast)
 
-    def _refit_from_images(self, attempts: int, images: Tensor) -> Phase:
+    def _refit_from_images(self, attempts: int, images: Tensor) -> _Phase:
         """Refits features from those of the images, once after each of so many `attempts`."""
         remaining = self._one_step_iterations - self._begun
         assert self._recovered is not None
@@ -269,7 +262,7 @@ class Phases:
             return self.present
         return self._plan_factored(features, remaining)
 
-    def _plan_factored(self, features: Tensor, iterations: int) -> Phase:
+    def _plan_factored(self, features: Tensor, iterations: int) -> _Phase:
         """Makes the first phase with `features` (N, d) known; it plans those that follow."""
         known = self._signals(features)
         if not self._is_deep:
@@ -284,9 +277,9 @@ class Phases:
         target = StageTarget(features, known.errors, known.scale)
         peeling = StagePeeling(self._as_one, self._staged, target, self._stream, steps=steps)
         self._plans.insert(0, partial(self._plan_first_stage, known, iterations))
-        return Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
+        return _Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
 
-    def _plan_direction(self, features: Tensor, known: Signals, iterations: int) -> Phase:
+    def _plan_direction(self, features: Tensor, known: Signals, iterations: int) -> _Phase:
         """Makes the phase that compares the direction of each tensor, classifier and all."""
         # Nothing is asked of the update's length, which far candidates meet by making it small.
         settings = self._settings
@@ -299,7 +292,7 @@ class Phases:
             features=features,
             weight=weight,
         )
-        return Phase(
+        return _Phase(
             misfit,
             iterations,
             _DIRECTION_STEP * settings.step_size,
@@ -310,23 +303,23 @@ class Phases:
             final_variation=_DIRECTION_FINAL,
         )
 
-    def _plan_whole(self, features: Tensor, known: Signals, iterations: int) -> Phase:
+    def _plan_whole(self, features: Tensor, known: Signals, iterations: int) -> _Phase:
         """Makes the phase that compares the whole body's share of the update."""
         settings = self._settings
         weight, variation = settings.feature_weight, settings.total_variation
         values = self._observation.num_images * math.prod(self._observation.model.input_shape)
         # As of a likelihood: twice the noise's variance times the prior's energy of all values.
         demanded = 2 * _PRIOR * values * relative_noise_variance(self._as_one, self._head)
-        misfit = BodyGradient(
+        misfit = PartGradient.of_body(
             self._as_one,
             features,
             known,
             weight=weight,
             width=settings.jump_width,
             calls=iterations,
-            later=self._later_steps(known),
+            later=self._later_steps(known, iterations),
         )
-        return Phase(
+        return _Phase(
             misfit,
             iterations,
             settings.step_size,
@@ -337,7 +330,7 @@ class Phases:
             contrast=1.0 if demanded > variation and self._contrast_seen < _FAINT else None,
         )
 
-    def _plan_first_stage(self, known: Signals, iterations: int, images: Tensor) -> Phase:
+    def _plan_first_stage(self, known: Signals, iterations: int, images: Tensor) -> _Phase:
         """Makes the phase from the second stage's inputs, if they are known, to images."""
         peeled, settings = self.present, self._settings
         assert isinstance(peeled.misfit, StagePeeling)
@@ -363,7 +356,7 @@ class Phases:
 
     def _plan_relaxation(
         self, known: Signals, maps: list[Tensor], iterations: int, images: Tensor
-    ) -> Phase:
+    ) -> _Phase:
         """Makes the phase of all stages together, from their inputs (but the images), if known."""
         features, variation = self.present.features, self._settings.total_variation
         assert features is not None
@@ -371,12 +364,13 @@ class Phases:
             self._as_one,
             self._staged,
             StageTarget(features, known.errors, known.scale),
-            StageInputs(images, maps),
+            images,
+            maps,
             noise=noise_share(self._as_one, self._head),
-            later=self._later_steps(known),
+            later=self._later_steps(known, iterations),
             steps=iterations,
         )
-        return Phase(
+        return _Phase(
             misfit,
             iterations,
             misfit.step_size,
@@ -388,8 +382,8 @@ class Phases:
             contrast=self._contrast(),
         )
 
-    def _later_steps(self, known: Signals) -> LaterSteps | None:
-        return LaterSteps(self._observation, known.labels) if self._several else None
+    def _later_steps(self, known: Signals, calls: int) -> LaterSteps | None:
+        return LaterSteps(self._observation, known.labels, calls) if self._several else None
 
     def _contrast(self) -> float | None:
         if self._contrast_seen > _UNSEEN:
@@ -397,23 +391,24 @@ class Phases:
         names = [name for name, _ in self._staged.stages[0].part.parameters]
         return trusted_contrast(noise_share(self._as_one, self._head, names))
 
-    def _plan_unrolling(self, images: Tensor) -> Phase:
+    def _plan_unrolling(self, images: Tensor) -> _Phase:
         """Makes the phase that simulates all local steps."""
         settings, iterations = self._settings, self._settings.iterations - self._one_step_iterations
         features = self.present.features
         if features is None:
             features = _features(self._observation, images)
         known, weight = self._signals(features), settings.feature_weight
-        misfit = UnrolledUpdate(
+        misfit = WholeGradient(
             self._observation,
-            features,
-            known,
-            weight=weight,
+            known.labels,
             width=settings.jump_width,
             calls=iterations,
+            features=features,
+            weight=weight,
+            by_part=True,
         )
         step_size = _FINE_STEP * settings.step_size
-        return Phase(
+        return _Phase(
             misfit, iterations, step_size, settings.total_variation, known.labels, weight, features
         )
 
@@ -429,12 +424,12 @@ _FINAL = 0.005
 
 
 @dataclass(kw_only=True)
-class FactoredInversionState(AttackState):
+class _FactoredInversionState(SearchState):
     """The candidate images and what they are compared with."""
 
     recovered: Reconstruction | None
     """Features as the head told them; None if it did not."""
-    phases: Phases
+    phases: _Phases
     """The phases of the descent."""
     matching: Matching
     """The observed update, for the range and the pixels of images."""
@@ -442,12 +437,9 @@ class FactoredInversionState(AttackState):
     """(N, C, H, W), normalized."""
     pyramid: Pyramid
     """The optimizer of the images."""
-    best: Tensor
-    """(N, C, H, W), normalized: images of least own loss, of the present phase."""
-    best_loss: Tensor
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> _Phase:
         """The present phase."""
         return self.phases.present
 
@@ -465,7 +457,7 @@ class FactoredInversionState(AttackState):
 
 
 @final
-class FactoredInversion(IterativeAttack[FactoredInversionState]):
+class FactoredInversion(IterativeAttack[_FactoredInversionState]):
     """Recovers features, labels and error signals; then inverts the body with them held fixed.
 
     It needs no knowledge of labels, and no head of the server's making: an ordinary classifier of
@@ -498,7 +490,7 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> FactoredInversionState:
+    ) -> _FactoredInversionState:
         """Recovers features, or compares the whole update without any; draws random images."""
         seed = int(torch.randint(2**31, (), generator=rng))
         public = knowledge.public_images if self.public else None
@@ -517,25 +509,22 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
             recovered = replace(recovered, certified=None, determined=None)
         features = None if recovered is None else recovered.features
         prior = None if public is None else ImagePrior(observation, public)
-        phases = Phases(observation, features, seed, self, prior, inferred)
+        phases = _Phases(observation, features, seed, self, prior, inferred)
         matching = Matching(observation)
         images = matching.random_candidate(phases.present.labels, rng, std=0.3).images.detach()
         # The expected images, given public ones, are nearer than random pixels.
         if phases.distribution is not None:
             images = phases.distribution.means
-        infinite = torch.full((), torch.inf, device=images.device)
-        return FactoredInversionState(
-            loss=infinite,
+        return _FactoredInversionState(
             recovered=recovered,
             phases=phases,
             matching=matching,
             images=images,
             pyramid=Pyramid(images),
             best=images.clone(),
-            best_loss=infinite,
         )
 
-    def step(self, state: FactoredInversionState) -> FactoredInversionState:
+    def step(self, state: _FactoredInversionState) -> _FactoredInversionState:
         """Takes a step of Adam, projected onto valid pixels, or one that peels stages."""
         while state.phases.over(state.iteration):
             state.best = state.shown
@@ -562,15 +551,15 @@ class FactoredInversion(IterativeAttack[FactoredInversionState]):
             energy, energy_slope = distribution(contrast_factors * images)
             state.loss = state.loss + state.phases.distribution_weight * energy
             slope.addcmul_(energy_slope, contrast_factors, value=state.phases.distribution_weight)
-        better = (state.loss < state.best_loss) | misfit.target_changed
-        state.best_loss = torch.where(better, state.loss, state.best_loss)
-        state.best = torch.where(better, images, state.best)
+        if misfit.target_changed:  # losses of before cannot be compared with those of it
+            state.best_loss = torch.full_like(state.best_loss, torch.inf)
+        state.keep_best(images)
         state.pyramid.step(slope, phase.step_size * half_cosine(done, _FINAL))
         images.clamp_(*state.matching.box)
         state.iteration += 1
         return state
 
-    def postprocess(self, state: FactoredInversionState) -> Reconstruction:
+    def postprocess(self, state: _FactoredInversionState) -> Reconstruction:
         """Returns the images of least loss; features that were not refitted keep certificates."""
         told, phase = state.recovered, state.phase
         if told is None or phase.features is None or told.features is not phase.features:
@@ -605,5 +594,4 @@ def _is_altered_direction(observation: Observation) -> bool:
         return False
     if not isinstance(head_of(observation), ClassifierGradient):
         return False
-    stream = generator(0, "stages")
-    return len(StagedBody(observation, observation.num_images, stream, width=0).stages) < _DEEP
+    return len(StagedBody(observation, generator(0, "stages"), width=0).stages) < _DEEP

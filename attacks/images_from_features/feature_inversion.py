@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction
-from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks._attack_kinds import IterativeAttack, SearchState
 from fedsim_attacks.gradient_matching._drawing import Canvas, Decay, Drawing, DrawingSettings
 from fedsim_attacks.gradient_matching._image_priors import VARIATIONS, ForwardPrior, KnownFeatures
 from fedsim_attacks.gradient_matching._matching import (
@@ -34,7 +33,7 @@ from fedsim_attacks.gradient_matching._matching import (
 )
 from fedsim_attacks.gradient_matching.inverting_gradients import regularized
 from fedsim_attacks.head_features._head_gradient import HeadGradient, Objective
-from fedsim_attacks.images_from_features._body_gradient import BodyGradient
+from fedsim_attacks.images_from_features._body_gradient import PartGradient
 from fedsim_attacks.images_from_features._heads import (
     FeatureSource,
     doubts,
@@ -51,7 +50,7 @@ _DOUBT = 0.01
 
 
 @dataclass(frozen=True)
-class Told:
+class _Told:
     """Features, labels and trust that are known before any image is drawn."""
 
     recovered: Reconstruction | None
@@ -70,26 +69,22 @@ class Told:
 
 
 @dataclass(kw_only=True)
-class FeatureInversionState(AttackState):
+class _FeatureInversionState(SearchState):
     """The drawing of images, and what they are compared with."""
 
     matching: Matching
     drawing: Drawing
     unet: Drawing | None
     """Drawing that takes over after the pixels; None if there is no such change to come."""
-    told: Told
-    body: BodyGradient | None
+    told: _Told
+    body: PartGradient | None
     """Body's share of the update, compared in place of the whole if error signals are known."""
     prior: ForwardPrior
     distance: Distance
-    best: Tensor
-    """(N, C, H, W), normalized: the images of least own loss."""
-    best_loss: Tensor
-    """Their own loss (0-d); infinite at first, and where the U-Net takes over."""
 
 
 @final
-class FeatureInversion(IterativeAttack[FeatureInversionState]):
+class FeatureInversion(IterativeAttack[_FeatureInversionState]):
     """Matches the update's direction through a U-Net that is told the recovered features.
 
     The user names an attack that recovers features (`features_from`). Labels are read off these
@@ -168,7 +163,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> FeatureInversionState:
+    ) -> _FeatureInversionState:
         """Recovers features; draws random pixels, or a U-Net of random weights."""
         # Recovery gets a seed, so that what it draws does not change where drawing starts.
         seed = int(torch.randint(2**31, (), generator=rng))
@@ -185,15 +180,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
             settings = DrawingSettings(
                 canvas=canvas, iterations=iterations, width=self.width, rate=rate, decay=self.decay
             )
-            return Drawing(
-                settings,
-                observation.num_images,
-                observation.model,
-                features=features,
-                seed=seed,
-                rng=rng,
-                device=matching.device,
-            )
+            return Drawing(settings, observation, rng, features=features, seed=seed)
 
         pixels, unet = self._pixel_iterations, None
         if pixels:
@@ -205,8 +192,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         wanted, body = None, self._body(observation, told)
         if told.features is not None and body is None:
             wanted = KnownFeatures(told.features, self.features, told.trust)
-        return FeatureInversionState(
-            loss=torch.full((), torch.inf, device=matching.device),
+        return _FeatureInversionState(
             matching=matching,
             drawing=drawing,
             unet=unet,
@@ -221,10 +207,9 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
             ),
             distance=self._distance(matching.counts),
             best=drawing.draw().detach().clone(),
-            best_loss=torch.full((), torch.inf, device=matching.device),
         )
 
-    def step(self, state: FeatureInversionState) -> FeatureInversionState:
+    def step(self, state: _FeatureInversionState) -> _FeatureInversionState:
         """Takes a step of Adam; pixels stay valid."""
         if state.unet is not None and state.iteration == self._pixel_iterations:
             # The U-Net goes on from the pixels' images, whose losses it cannot be compared with.
@@ -236,14 +221,12 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         loss, slope = self._compared(state, images)
         known, known_slope = state.prior(images)
         state.loss, slope = loss + known, slope + known_slope
-        better = state.loss < state.best_loss
-        state.best_loss = torch.where(better, state.loss, state.best_loss)
-        state.best = torch.where(better, images, state.best)
+        state.keep_best(images)
         state.drawing.step(drawn, slope)
         state.iteration += 1
         return state
 
-    def postprocess(self, state: FeatureInversionState) -> Reconstruction:
+    def postprocess(self, state: _FeatureInversionState) -> Reconstruction:
         """Returns the images of least loss, with the labels and features known before."""
         recovered = state.told.recovered
         return Reconstruction(
@@ -255,11 +238,11 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
             iterations=state.iteration,
         )
 
-    def _compared(self, state: FeatureInversionState, images: Tensor) -> tuple[Tensor, Tensor]:
+    def _compared(self, state: _FeatureInversionState, images: Tensor) -> tuple[Tensor, Tensor]:
         """Computes the objective without its prior (0-d), and its slope in the images."""
         variation = VARIATIONS[self.variation]
         if state.body is None:
-            candidate = Candidate(images, state.told.labels, None)
+            candidate = Candidate(images, state.told.labels)
             loss, (slope,) = regularized(
                 state.matching, candidate, state.distance, self.total_variation, variation
             )
@@ -270,13 +253,13 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
             slope, alpha=self.total_variation
         )
 
-    def _body(self, observation: Observation, told: Told) -> BodyGradient | None:
+    def _body(self, observation: Observation, told: _Told) -> PartGradient | None:
         """Prepares the body's share of the update, if error signals are wanted and known."""
         # Error signals are those of the weights that were sent: one gradient has no others.
         single = observation.training.steps == observation.num_clients == 1
         if self.errors == "candidates" or not (told.features is not None and told.sure and single):
             return None
-        return BodyGradient(
+        return PartGradient.of_body(
             observation,
             told.features,
             signals(observation, told.features),
@@ -296,10 +279,10 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
         weights = [1.0] * len(counts) if self.cosines == "sum" else counts
         return reweighted_cosine(weights, summed=self.cosines != "weighted_mean")
 
-    def _recover(self, observation: Observation, knowledge: Knowledge, seed: int) -> Told:
+    def _recover(self, observation: Observation, knowledge: Knowledge, seed: int) -> _Told:
         """Recovers features as far as wanted, and orders labels as they are."""
         if self.features_from == "none":
-            return Told(None, _granted(observation, knowledge), 1.0, False)
+            return _Told(None, _granted(observation, knowledge), 1.0, False)
         recovered = recover(observation, knowledge, seed, self.features_from)
         features = recovered.features
         assert features is not None
@@ -314,7 +297,7 @@ class FeatureInversion(IterativeAttack[FeatureInversionState]):
             labels = signals(observation, features).labels
         else:
             labels = _ordered(_granted(observation, knowledge), head, features)
-        return Told(recovered, labels, trust, sure)
+        return _Told(recovered, labels, trust, sure)
 
 
 def _granted(observation: Observation, knowledge: Knowledge) -> Tensor:

@@ -146,13 +146,8 @@ class CocktailParty(IterativeAttack[_Unmixing]):
         if state.inversion is None:
             features = self._unmix(state).features
             assert features is not None
-            drawing = Drawing(
-                DrawingSettings(canvas="pixel", iterations=self.image_iterations),
-                len(features),
-                state.observation.model,
-                rng=state.rng,
-                device=features.device,
-            )
+            settings = DrawingSettings(canvas="pixel", iterations=self.image_iterations)
+            drawing = Drawing(settings, state.observation, state.rng)
             # Directions alone, as independence leaves the scale of an input open.
             target = KnownFeatures(features, "squared_cosine")
             prior = ForwardPrior(state.observation, Knowledge(grant=Grant()), target)

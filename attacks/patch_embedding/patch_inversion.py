@@ -38,7 +38,7 @@ _ALIKE = 1e-4  # relative distance of two gradients up to which they are the sam
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchLayer:
+class _PatchLayer:
     """Names of the patch and position embeddings, and which pixels and rows each patch has."""
 
     weight: str
@@ -51,7 +51,7 @@ class PatchLayer:
     """(P, m) int64: pixels of a flattened image in each patch, in the weight's order."""
 
 
-def find_patch_layer(model: Classifier, observation: Observation) -> PatchLayer:
+def _find_patch_layer(model: Classifier, observation: Observation) -> _PatchLayer:
     """Finds the patch embedding of `model` and its position embedding, or raises AttackFailed.
 
     The model is put into eval mode, and its observed parameters then require gradients.
@@ -74,7 +74,7 @@ def find_patch_layer(model: Classifier, observation: Observation) -> PatchLayer:
                 "what each patch adds to the gradient is not told apart"
             )
         position, rows = found
-        return PatchLayer(weight=f"{name}.weight", position=position, rows=rows, pixels=pixels)
+        return _PatchLayer(weight=f"{name}.weight", position=position, rows=rows, pixels=pixels)
     raise AttackFailed(
         "the model has no layer that embeds patches of the image: this attack is for vision "
         "transformers, such as model vit"
@@ -170,7 +170,7 @@ _LEAST, _MOST, _STEPS = -17.0, 3.0, 201
 _REACH = 0.5  # distance over which the correlation of pixels falls to 1/e, in sides of an image
 
 
-class SolvedPatches(NamedTuple):
+class _SolvedPatches(NamedTuple):
     """Patches that were solved for, and how certain they are."""
 
     values: Tensor
@@ -181,14 +181,14 @@ class SolvedPatches(NamedTuple):
     """Share of the gradient's energy that the patches do not explain."""
 
 
-def correlation(centers: Tensor) -> Tensor:
+def _correlation(centers: Tensor) -> Tensor:
     """Computes the assumed correlation (P, P) of patches at `centers` (P, 2), in image sides."""
     return torch.exp(-torch.cdist(centers, centers) / _REACH)
 
 
-def solve_patches(
+def _solve_patches(
     signals: Tensor, gradient: Tensor, mean: Tensor, spread: Tensor, alike: Tensor
-) -> SolvedPatches:
+) -> _SolvedPatches:
     """Solves ∂L/∂E = Σ_p δ_p x_p' for the P patches x_p, with the likeliest variance of noise.
 
     δ are `signals` (P, d), ∂L/∂E the `gradient` (d, m). Of a patch's entries `mean` and `spread`
@@ -219,7 +219,9 @@ def solve_patches(
     # What the prior leaves open is 1 in directions that the equations do not have.
     variances = alike.diagonal() - (turned.square() * (lengths.square() / kept)).sum(1)
     left_over = (gradient - signals.T @ values).square().sum()
-    return SolvedPatches(values, variances.clamp_min(0), float(left_over / gradient.square().sum()))
+    return _SolvedPatches(
+        values, variances.clamp_min(0), float(left_over / gradient.square().sum())
+    )
 
 
 _PIXEL_MEAN, _PIXEL_SPREAD = 0.5, 0.25  # prior mean and standard deviation of pixels in [0, 1]
@@ -256,7 +258,7 @@ class PatchInversion(DirectAttack):
                 "of its patches"
             )
         victim = rebuild(observation)
-        layer = find_patch_layer(victim, observation)
+        layer = _find_patch_layer(victim, observation)
         gradient = observation.update[layer.weight].double().flatten(1)
         rows = observation.update[layer.position].double()
         signals = rows.reshape(-1, rows.shape[-1])[layer.rows]
@@ -268,8 +270,8 @@ class PatchInversion(DirectAttack):
         spread = normalize(grey + _PIXEL_SPREAD, model) - mean
         # All patches have the same channels in the same columns.
         columns, spreads = (each.flatten()[layer.pixels[0]] for each in (mean, spread))
-        patches = solve_patches(
-            signals, gradient, columns, spreads, correlation(_centers(layer, model))
+        patches = _solve_patches(
+            signals, gradient, columns, spreads, _correlation(_centers(layer, model))
         )
         image = mean.flatten().clone()
         image[layer.pixels.flatten()] = patches.values.flatten()
@@ -287,7 +289,7 @@ class PatchInversion(DirectAttack):
         )
 
 
-def _centers(layer: PatchLayer, model: ModelSpec) -> Tensor:
+def _centers(layer: _PatchLayer, model: ModelSpec) -> Tensor:
     """Computes the centers (P, 2) of patches, in sides of an image."""
     _, height, width = model.input_shape
     place = layer.pixels % (height * width)

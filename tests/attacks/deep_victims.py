@@ -13,7 +13,7 @@ from fedsim.data.bundled import Photos
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.images_from_features._body_gradient import Body
-from fedsim_attacks.images_from_features._stages import Stage, cut_into_stages
+from fedsim_attacks.images_from_features._stages import _cut_into_stages, _Stage
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 RESNET: dict[str, Any] = {"width": 16, "stem": "imagenet", "norm": "group", "head": HEAD}
@@ -64,6 +64,6 @@ def observe(
     )
 
 
-def of(observation: Observation, width: float = 0.0) -> tuple[Body, list[Stage]]:
+def of(observation: Observation, width: float = 0.0) -> tuple[Body, list[_Stage]]:
     body = Body(observation, width)
-    return body, cut_into_stages(body, observation.num_images, rng.generator(0, "stages"))
+    return body, _cut_into_stages(body, observation.num_images, rng.generator(0, "stages"))

@@ -27,7 +27,7 @@ from fedsim.testing.cases import example_batch
 from fedsim.types import Observation
 from fedsim_attacks.gradient_matching.generative_prior import (
     GenerativePrior,
-    over_parameterized,
+    _over_parameterized,
     pack_generator,
 )
 
@@ -201,7 +201,7 @@ class TestGenerativePriorOfAFile(AttackContract):
     @pytest.fixture(autouse=True)
     def _written(self, tmp_path: Path) -> None:
         self.file = tmp_path / "generator.safetensors"
-        self.file.write_bytes(pack_generator(over_parameterized(1, (1, 16, 16)), "nothing"))
+        self.file.write_bytes(pack_generator(_over_parameterized(1, (1, 16, 16)), "nothing"))
 
     def make(self) -> GenerativePrior:
         return GenerativePrior(

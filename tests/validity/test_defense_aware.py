@@ -17,6 +17,7 @@ from fedsim.testing.cases import example_batch
 from fedsim.training.workload import Workload
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
     Distance,
     Matching,
     cosine_distance,
@@ -94,5 +95,5 @@ def at_truth(observation: Observation, truth: GroundTruth, distance: Distance) -
     """The matching objective at the true images and labels."""
     matching = Matching(observation)
     images = normalize(truth.images, observation.model)
-    candidate = matching.candidate(images, truth.labels, None)
+    candidate = Candidate(images, truth.labels)
     return float(matching.differentiate(candidate, distance)[0])

@@ -26,8 +26,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.training.workload import Workload
 from fedsim.types import GroundTruth, LocalTraining, Mode, Observation
-from fedsim_attacks.gradient_matching._matching import Matching, squared_distance
-from fedsim_attacks.membership.property_inference import PropertyInference
+from fedsim_attacks.gradient_matching._matching import Candidate, Matching, squared_distance
 
 SCENARIO: dict[str, Any] = {
     "name": "knowledge",
@@ -237,5 +236,5 @@ def at_truth(observation: Observation, truth: GroundTruth) -> float:
     """The matching objective at the true images and labels."""
     matching = Matching(observation)
     images = normalize(truth.images, observation.model)
-    candidate = matching.candidate(images, truth.labels, None)
+    candidate = Candidate(images, truth.labels)
     return float(matching.differentiate(candidate, squared_distance)[0])

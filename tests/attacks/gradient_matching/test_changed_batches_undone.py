@@ -12,11 +12,11 @@ from fedsim.testing.cases import example_batch, example_spec, stream
 from fedsim.types import Augmentation, Effect, ImageChange, Mixture
 from fedsim_attacks.gradient_matching._changed_batches import (
     ChangedBatch,
-    fold_signs,
-    separate,
-    undo_view,
+    _fold_signs,
+    _separate,
+    _undo_view,
 )
-from fedsim_attacks.gradient_matching._matching import Matching, squared_distance
+from fedsim_attacks.gradient_matching._matching import Candidate, Matching, squared_distance
 
 SPEC = example_spec((1, 16, 16), 3)
 BOX = (torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
@@ -40,7 +40,7 @@ def test_the_objective_of_copies_is_zero_at_the_images(effects):
     images, labels = example_batch(2)
     seen, _ = make_observation(images, labels, defense=[{"name": "oasis"}])
     matching = Matching(seen, effects=effects)
-    at = matching.candidate(normalize(images, seen.model), labels, None)
+    at = Candidate(normalize(images, seen.model), labels)
     distance = float(matching.differentiate(at, squared_distance)[0])
     assert distance < 1e-6 if effects == "simulated" else distance > 1e-3
 
@@ -55,7 +55,7 @@ def test_a_drawn_view_is_found_among_all_and_undone():
     shown = torch.cat(
         [apply_view(images[:1], views[0], SPEC), apply_view(images[1:], views[3], SPEC)]
     )
-    found = undo_view(shown, views, SPEC, BOX)
+    found = _undo_view(shown, views, SPEC, BOX)
     # A quarter of each image left the frame; the rest is what it was.
     torch.testing.assert_close(found[0, :, :, :12], images[0, :, :, :12], atol=0.05, rtol=0)
     torch.testing.assert_close(found[1, :, :, 4:], images[1, :, :, 4:], atol=0.05, rtol=0)
@@ -79,7 +79,7 @@ def test_mixtures_are_separated():
     images = blocks(3)
     mixing = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.7, 0.3], [0.3, 0.0, 0.7]])
     mixed = torch.einsum("ij,jchw->ichw", mixing, images)
-    apart = separate(mixed, BOX, stream())
+    apart = _separate(mixed, BOX, stream())
     found = torch.einsum("ij,jchw->ichw", apart.float(), mixed)
     nearest = torch.cdist(images.flatten(1), found.flatten(1), p=torch.inf).amin(1)
     blurred = torch.cdist(images.flatten(1), mixed.flatten(1), p=torch.inf).amin(1)
@@ -98,8 +98,8 @@ def test_labels_are_separated_with_their_images():
 def test_folding_hides_nothing_but_the_side_of_the_mean():
     inputs = torch.tensor([[[[0.5, -1.5], [-0.2, 0.0]]]])
     wide, narrow = torch.full((1, 1, 1), 2.0), torch.full((1, 1, 1), 1.0)
-    torch.testing.assert_close(fold_signs(inputs, (-narrow, wide)), inputs.abs())
-    torch.testing.assert_close(fold_signs(inputs, (-wide, narrow)), -inputs.abs())
+    torch.testing.assert_close(_fold_signs(inputs, (-narrow, wide)), inputs.abs())
+    torch.testing.assert_close(_fold_signs(inputs, (-wide, narrow)), -inputs.abs())
 
 
 def test_copies_behind_chance_are_not_allowed_for():

@@ -11,7 +11,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
-from fedsim_attacks.gradient_matching.deep_leakage import IDLG, DeepLeakage, label_misfit
+from fedsim_attacks.gradient_matching.deep_leakage import IDLG, DeepLeakage, _label_misfit
 
 
 def face():
@@ -66,12 +66,11 @@ def test_the_misfit_of_a_label_is_that_of_the_predicted_probabilities():
     images, truth = face()
     observation, _ = make_observation(images, truth)
     model = rebuild(observation)
-    misfit = label_misfit(observation, truth)
     at = torch.rand(images.shape, generator=torch.Generator().manual_seed(0))
     predicted = model(at).detach().softmax(1)[0]
     wanted = torch.eye(len(predicted))[int(truth)]
-    value, slope = misfit(at)
+    value, slope = _label_misfit(model, at, truth)
     assert float(value) == pytest.approx(float((predicted - wanted).square().sum()))
-    ahead, behind = (misfit(at + step * slope)[0] for step in (0.01, -0.01))
+    ahead, behind = (_label_misfit(model, at + s * slope, truth)[0] for s in (0.01, -0.01))
     expected = 0.02 * float(slope.square().sum())
     assert float(ahead - behind) == pytest.approx(expected, rel=0.02)

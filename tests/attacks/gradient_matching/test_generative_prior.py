@@ -26,9 +26,9 @@ from fedsim.types import FedsimError
 from fedsim_attacks.gradient_matching.generative_prior import (
     GenerativePrior,
     Generator,
+    _read_generator,
     fit_generator,
     pack_generator,
-    read_generator,
 )
 
 SHAPE = (1, 16, 16)
@@ -165,13 +165,13 @@ def test_it_trains_before_it_searches_where_public_images_are_granted():
 
 def test_a_file_gives_back_its_generator(file):
     codes = example_codes(2)
-    assert torch.equal(read_generator(file, SHAPE, "public")(codes), example_generator()(codes))
+    assert torch.equal(_read_generator(file, SHAPE, "public")(codes), example_generator()(codes))
 
 
 def test_files_that_do_not_fit_are_refused(file, tmp_path):
     def refused(path, message, shape=SHAPE):
         with pytest.raises(FedsimError, match=message):
-            read_generator(path, shape, "public")
+            _read_generator(path, shape, "public")
 
     refused(tmp_path / "nowhere.safetensors", r"nowhere.*cannot be read")
     refused(file, "draws images of 1x16x16, the victim's are of 3x32x32; train", (3, 32, 32))

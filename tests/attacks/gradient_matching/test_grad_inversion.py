@@ -12,9 +12,9 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim_attacks.gradient_matching.grad_inversion import (
     GradInversion,
-    consensus,
-    consensus_slope,
-    register,
+    _consensus,
+    _consensus_slope,
+    _register,
 )
 
 BATCH_NORM = {"model": "convnet", "model_parameters": {"width": 4, "norm": "batch"}}
@@ -44,11 +44,11 @@ def test_the_objective_is_zero_at_the_truth_alone(bn, model):
 def test_every_term_has_its_slope():
     """What a step descends is the derivative of what it reports, in double precision."""
     images = torch.randn(2, 3, 1, 8, 8, generator=stream(), dtype=torch.float64)
-    mean = consensus(images, 1)
+    mean = _consensus(images, 1)
     variable = images.clone().requires_grad_()
     away = (variable - mean).flatten(1)
     (wanted,) = torch.autograd.grad(away.square().mean(1).sqrt().sum(), variable)
-    assert torch.allclose(consensus_slope(images, mean), wanted)
+    assert torch.allclose(_consensus_slope(images, mean), wanted)
 
     seen, _ = known(3)
     attack = GradInversion(iterations=1, seeds=1, total_variation=0.3, norm=0.7)
@@ -78,9 +78,9 @@ def test_a_shift_is_undone(shift):
     smooth = F.avg_pool2d(torch.randn(2, 3, 20, 20, generator=stream()), 3, stride=1)
     target, moved = smooth[..., 4:12, 4:12], smooth[..., 4 + shift[0] :, 4 + shift[1] :]
     moved = moved[..., :8, :8]
-    found = register(moved, target, 2)
+    found = _register(moved, target, 2)
     assert torch.equal(found[..., 2:-2, 2:-2], target[..., 2:-2, 2:-2])
-    assert torch.equal(register(moved, target, 0), moved)
+    assert torch.equal(_register(moved, target, 0), moved)
 
 
 def test_the_mean_of_the_seeds_wins_where_its_loss_is_less():

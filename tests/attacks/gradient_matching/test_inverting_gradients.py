@@ -15,7 +15,7 @@ from fedsim.data.bundled import Faces
 from fedsim.models.base import denormalize, normalize
 from fedsim.testing import make_observation
 from fedsim.types import LocalTraining
-from fedsim_attacks.gradient_matching._matching import cosine_distance
+from fedsim_attacks.gradient_matching._matching import Candidate, cosine_distance
 from fedsim_attacks.gradient_matching.generative_prior import GenerativePrior
 from fedsim_attacks.gradient_matching.grad_inversion import GradInversion
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients, regularized
@@ -108,7 +108,7 @@ def test_a_step_follows_the_signs_that_are_asked_for(signs, monkeypatch):
     state = attack.init(*seen, torch.Generator().manual_seed(2))
     attack.step(state)
     before = state.candidate.images.detach().clone()
-    candidate = state.matching.candidate(before, state.candidate.labels, None)
+    candidate = Candidate(before, state.candidate.labels)
     _, (slope,) = regularized(state.matching, candidate, cosine_distance, 0.1)
     expected = slope.sign() if signs == "hard" else torch.tanh(0.75 * slope) / 0.75
     followed = []

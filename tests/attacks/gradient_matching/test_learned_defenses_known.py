@@ -9,9 +9,10 @@ from fedsim.data.bundled import Faces
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim_attacks.gradient_matching._matching import (
-    GivenDraws,
+    Candidate,
     Matching,
-    orthogonal_distance,
+    _GivenDraws,
+    _orthogonal_distance,
     squared_distance,
 )
 
@@ -36,9 +37,9 @@ def test_draws_are_variables_and_the_objective_is_zero_at_the_true_ones():
     matching = Matching(seen, effects="simulated")
     drawn = matching.random_candidate(labels[:2], stream()).drawn
     assert not blind.drawn and [tuple(each.shape) for each in drawn] == [(2, 256)]
-    truth = replace(matching.candidate(images[:2], labels[:2], None), drawn=drawn)
+    truth = replace(Candidate(images[:2], labels[:2]), drawn=drawn)
     # The simulator hands out no draws: the client of these ones is simulated here.
-    with GivenDraws(drawn):
+    with _GivenDraws(drawn):
         update = matching.update(truth.images, truth.targets(), create_graph=False)
     client = replace(seen, update=dict(zip(matching.names, update, strict=True)))
     knows = Matching(client, effects="simulated")
@@ -54,7 +55,7 @@ def test_an_orthogonal_direction_tells_its_batch_from_all_others():
     matching = Matching(seen, effects="simulated")
 
     def distance(at):
-        candidate = matching.candidate(images[at : at + 2], labels[at : at + 2], None)
+        candidate = Candidate(images[at : at + 2], labels[at : at + 2])
         return float(matching.differentiate(candidate, squared_distance)[0])
 
     found = {at: distance(at) for at in range(0, 20, 2)}
@@ -67,7 +68,7 @@ def test_the_orthogonal_distances_slope_is_autograds():
     norms = [each.norm() for each in target]
     update = [torch.randn_like(each).double().requires_grad_() for each in target]
     wide = [each.double() for each in target]
-    _, slopes = orthogonal_distance([u.detach() for u in update], wide, norms)
+    _, slopes = _orthogonal_distance([u.detach() for u in update], wide, norms)
     expected = torch.log(update[0].norm() / norms[0]).square() + 20 * (
         torch.nn.functional.cosine_similarity(update[0].flatten(), wide[0].flatten(), dim=0) ** 2
     )
@@ -75,5 +76,5 @@ def test_the_orthogonal_distances_slope_is_autograds():
     torch.testing.assert_close(slopes[0], slope)
     assert not slopes[1].any() and not slopes[2].any()
     assert float(expected) == pytest.approx(
-        float(orthogonal_distance([u.detach() for u in update], wide, norms)[0])
+        float(_orthogonal_distance([u.detach() for u in update], wide, norms)[0])
     )

@@ -21,6 +21,7 @@ from fedsim_attacks.fast_autograd._convolution import Patches, Winograd
 from fedsim_attacks.fast_autograd._second_order import accelerate
 from fedsim_attacks.fast_autograd._tape import PAYS
 from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
     MatchedUpdate,
     Matching,
     cosine_distance,
@@ -62,7 +63,7 @@ def observe(case, batch_size=2):
 def objective(observation, images, labels, distance):
     """At pixels `images`."""
     matching = Matching(observation)
-    candidate = matching.candidate(normalize(images, observation.model), labels, None)
+    candidate = Candidate(normalize(images, observation.model), labels)
     return float(matching.differentiate(candidate, distance)[0])
 
 
@@ -202,7 +203,7 @@ def test_the_gradient_is_autograds(case, distance, monkeypatch):
     observation, truth = observe(case)
     images = normalize(1 - truth.images.double(), observation.model)
     matching = Matching(observation, torch.float64)
-    candidate = matching.candidate(images, truth.labels, None)
+    candidate = Candidate(images, truth.labels)
     _, (slope,) = matching.differentiate(candidate, distance)
     expected = plain_gradient(observation, images, truth.labels, distance)
     assert float(expected.abs().max()) > 0

@@ -9,7 +9,7 @@ from torch import nn
 import fedsim
 from fedsim import rng
 from fedsim_attacks.images_from_features._body_gradient import Body
-from fedsim_attacks.images_from_features._stages import cut_into_stages
+from fedsim_attacks.images_from_features._stages import _cut_into_stages
 
 SIDE, CLASSES = 16, 10
 
@@ -68,7 +68,7 @@ def seen(model, side=SIDE):
 
 
 def cut(observation, width=0.0):
-    return cut_into_stages(Body(observation, width), 2, rng.generator(0, "stages"))
+    return _cut_into_stages(Body(observation, width), 2, rng.generator(0, "stages"))
 
 
 @pytest.mark.parametrize("width", [0.0, 1.0])

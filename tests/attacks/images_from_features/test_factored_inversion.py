@@ -14,13 +14,13 @@ from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import LocalTraining
-from fedsim_attacks.fast_autograd._second_order import smooth_max_pool, smooth_relu
+from fedsim_attacks.fast_autograd._second_order import _smooth_max_pool, _smooth_relu
 from fedsim_attacks.gradient_matching._image_priors import chromatic_variation
 from fedsim_attacks.gradient_matching._matching import MatchedUpdate
 from fedsim_attacks.images_from_features._body_gradient import (
-    BodyGradient,
-    UnrolledUpdate,
-    distance_by_part,
+    PartGradient,
+    WholeGradient,
+    _distance_by_part,
 )
 from fedsim_attacks.images_from_features._heads import signals
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
@@ -36,10 +36,16 @@ def observe(defense, lr=0.001):
 
 def misfit(observation, truth, images, width=0.0):
     """At pixels `images`, given the true features."""
-    several = observation.training.steps > 1
-    known = signals(observation, truth.features)
-    make = UnrolledUpdate if several else BodyGradient
-    objective = make(observation, truth.features, known, weight=1.0, width=width, calls=1)
+    known, options = (
+        signals(observation, truth.features),
+        {"weight": 1.0, "width": width, "calls": 1},
+    )
+    if observation.training.steps == 1:
+        objective = PartGradient.of_body(observation, truth.features, known, **options)
+    else:
+        objective = WholeGradient(
+            observation, known.labels, features=truth.features, by_part=True, **options
+        )
     return objective(normalize(images, observation.model))
 
 
@@ -90,10 +96,10 @@ def test_a_clipped_update_of_several_steps_has_no_scale():
     def loss(step, factor=1.0):
         goal = MatchedUpdate([factor * t for t in target], square=zero, outside=zero)
         moved = [u + step * v for u, v in zip(at, along, strict=True)]
-        return distance_by_part(names, clipped=True)(moved, goal)[0].double()
+        return _distance_by_part(names, clipped=True)(moved, goal)[0].double()
 
     assert float(loss(0.0, 1e-3)) == pytest.approx(float(loss(0.0)), rel=1e-4)
-    _, direction, scale = distance_by_part(names, clipped=True)(
+    _, direction, scale = _distance_by_part(names, clipped=True)(
         at, MatchedUpdate(target, square=zero, outside=zero)
     )
     slope = scale * sum((d * v).sum() for d, v in zip(direction, along, strict=True))
@@ -110,7 +116,7 @@ def test_several_steps_are_unrolled_in_the_end(defense):
         state = attack.step(state)
         kinds.append(type(state.phase.misfit))
     several = bool(defense)
-    assert kinds == [BodyGradient] * (7 if several else 10) + [UnrolledUpdate] * 3 * several
+    assert kinds == [PartGradient] * (7 if several else 10) + [WholeGradient] * 3 * several
     phase = state.phase
     at = phase.misfit(state.best)
     variation, _ = chromatic_variation(state.best)
@@ -136,7 +142,7 @@ def test_second_derivatives_are_those_of_smooth_layers():
         return width * F.softplus(z / width)
 
     assert torch.allclose(
-        second(lambda z: smooth_relu(z, width=width), x, pull, toward),
+        second(lambda z: _smooth_relu(z, width=width), x, pull, toward),
         second(softplus, x, pull, toward),
     )
 
@@ -148,6 +154,6 @@ def test_second_derivatives_are_those_of_smooth_layers():
     pull = pull[..., :3, :3]
     pool = nn.MaxPool2d(3)
     assert torch.allclose(
-        second(lambda z: smooth_max_pool(pool, z, width=width), x, pull, toward),
+        second(lambda z: _smooth_max_pool(pool, z, width=width), x, pull, toward),
         second(smooth_pool, x, pull, toward),
     )

@@ -9,7 +9,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
-from fedsim_attacks.gradient_matching._drawing import UNet
+from fedsim_attacks.gradient_matching._drawing import _UNet
 from fedsim_attacks.gradient_matching._image_priors import ForwardPrior, KnownFeatures
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
@@ -60,7 +60,7 @@ def test_ungranted_statistics_are_not_used():
     ("shape", "levels"), [((3, 32, 32), 4), ((1, 16, 16), 3), ((3, 64, 64), 5), ((1, 25, 25), 1)]
 )
 def test_the_network_halves_down_to_four_pixels(shape, levels):
-    network = UNet(2, shape, 5, 8)
+    network = _UNet(2, shape, 5, 8)
     features = torch.randn(2, 5)
     drawn = network(features)
     assert drawn.shape == (2, *shape)

@@ -138,8 +138,7 @@ def test_labels_of_doubtful_features_are_those_that_are_granted():
 def test_a_network_learns_to_draw_pixels_before_it_goes_on():
     observation, _ = make_observation(*example_batch(1, (3, 16, 16)), model="mlp")
     settings = DrawingSettings(canvas="unet", iterations=10, width=8, rate=0.01)
-    device, stream = torch.device("cpu"), torch.Generator().manual_seed(1)
-    drawing = Drawing(settings, 1, observation.model, seed=1, rng=stream, device=device)
+    drawing = Drawing(settings, observation, torch.Generator().manual_seed(1), seed=1)
     rising = torch.linspace(-0.5, 0.5, observation.model.input_shape[2])
     wanted = torch.ones(1, *observation.model.input_shape) * rising
     before = float((drawing.draw().detach() - wanted).square().mean())

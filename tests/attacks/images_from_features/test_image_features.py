@@ -10,7 +10,7 @@ from fedsim.testing.cases import example_batch, near
 from fedsim.types import LocalTraining
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import factored_inversion
-from fedsim_attacks.images_from_features._body_gradient import BodyGradient, WholeGradient
+from fedsim_attacks.images_from_features._body_gradient import PartGradient, WholeGradient
 from fedsim_attacks.images_from_features._heads import (
     are_determined,
     are_explained,
@@ -134,7 +134,7 @@ def test_images_come_first_where_the_head_is_blurred(goes, monkeypatch):
     while not attack.terminate(state):
         state = attack.step(state)
         kinds.append(type(state.phase.misfit))
-    assert kinds == [WholeGradient] * 10 * goes + [BodyGradient] * (40 - 10 * goes)
+    assert kinds == [WholeGradient] * 10 * goes + [PartGradient] * (40 - 10 * goes)
     assert state.phase.iterations == 40 - 10 * goes
     result = attack.postprocess(state)
     assert sorted(result.labels.tolist()) == sorted(truth.labels.tolist())

@@ -14,9 +14,9 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._profile import Profile
-from fedsim_attacks.images_from_features._body_gradient import BodyGradient
+from fedsim_attacks.images_from_features._body_gradient import PartGradient
 from fedsim_attacks.images_from_features._heads import signals
-from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion, Phases
+from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion, _Phases
 from fedsim_attacks.labels.label_inference import LabelInference
 
 MODEL = {"model": "convnet", "model_parameters": {"width": 8}}
@@ -57,7 +57,7 @@ def test_signs_of_truncated_entries_say_the_label(attack, defenses):
 def test_features_that_explain_little_do_not_choose_a_single_image_s_label():
     seen, truth = observe()
     assert not torch.equal(signals(seen, -truth.features).labels, truth.labels)
-    phases = Phases(seen, -truth.features, 0, FactoredInversion(iterations=3))
+    phases = _Phases(seen, -truth.features, 0, FactoredInversion(iterations=3))
     assert torch.equal(phases.present.labels, truth.labels)
 
 
@@ -79,6 +79,6 @@ def test_noise_that_no_sum_shows_leaves_a_spread():
 def test_a_body_may_end_in_a_bias_that_no_image_moves():
     seen, truth = observe({"name": "precode"})
     known = signals(seen, truth.features)
-    objective = BodyGradient(seen, truth.features, known, weight=1.0, width=1.0, calls=1)
+    objective = PartGradient.of_body(seen, truth.features, known, weight=1.0, width=1.0, calls=1)
     slope = objective(normalize(truth.images, seen.model)).slope
     assert bool(slope.isfinite().all()) and bool(slope.any())

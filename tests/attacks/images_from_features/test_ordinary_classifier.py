@@ -14,7 +14,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import Effect
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
-from fedsim_attacks.images_from_features._body_gradient import BodyGradient, WholeGradient
+from fedsim_attacks.images_from_features._body_gradient import PartGradient, WholeGradient
 from fedsim_attacks.images_from_features._heads import recover, signals
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion
@@ -116,7 +116,7 @@ def test_classes_and_images_decide_what_features_are_by(classes, defense, by):
     whose = torch.cdist(truth.features, recovered.features).argmin(1)
     known = signals(observation, recovered.features[whose])
     assert known.labels.tolist() == truth.labels.tolist()
-    objective = BodyGradient(
+    objective = PartGradient.of_body(
         observation, recovered.features[whose], known, weight=1.0, width=0, calls=1
     )
     at_truth = objective(normalize(truth.images, observation.model))

@@ -13,7 +13,7 @@ from fedsim.types import LocalTraining
 from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.images_from_features._body_gradient import LaterSteps, PartGradient, StageTarget
 from fedsim_attacks.images_from_features._heads import signals
-from fedsim_attacks.images_from_features._stages import Relaxation, StagedBody, StageInputs
+from fedsim_attacks.images_from_features._stages import Relaxation, StagedBody
 
 
 def maps(cut, observation, truth):
@@ -77,11 +77,11 @@ def test_every_stage_is_zero_at_the_truth(defense, mode, norm):
 def relaxation(observation, truth, images, maps, steps=1, later=None):
     """And the true images and maps."""
     stream = rng.generator(0, "stages")
-    staged = StagedBody(observation, observation.num_images, stream, width=0.0)
+    staged = StagedBody(observation, stream, width=0.0)
     known = signals(observation, truth.features)
     target = StageTarget(truth.features, known.errors, known.scale)
-    start, options = StageInputs(images, maps), {"noise": 0.0, "later": later, "steps": steps}
-    made = Relaxation(observation, staged, target, start, **options)
+    options = {"noise": 0.0, "later": later, "steps": steps}
+    made = Relaxation(observation, staged, target, images, maps, **options)
     return made, staged.maps(normalize(truth.images, observation.model))
 
 
@@ -108,7 +108,7 @@ def test_what_later_steps_add_is_simulated(defense, norm):
     """An update of three steps is no gradient; corrected at the truth, nothing is left of it."""
     observation, truth = observe(defense, 4, norm=norm, steps=3, lr=5e-4)
     images = normalize(truth.images, observation.model)
-    later = LaterSteps(observation, truth.labels)
+    later = LaterSteps(observation, truth.labels, 10)
     one = as_one_gradient(observation)
     relaxed, _ = relaxation(one, truth, images, [], steps=10, later=later)
     misfits = [relaxed(images) for _ in range(5)]
@@ -144,7 +144,7 @@ def observe_steps(**training):
 )
 def test_first_and_later_steps_are_the_update(training, share):
     observation, truth = observe_steps(**training)
-    later = LaterSteps(observation, truth.labels)
+    later = LaterSteps(observation, truth.labels, 1)
     assert later.share == pytest.approx(share)
     images = normalize(truth.images, observation.model)
     loss = loss_function(rebuild(observation), dict(observation.buffers), observation.training)

@@ -16,8 +16,8 @@ from fedsim.testing import make_observation
 from fedsim.types import Effect, LocalTraining, Reconstruction
 from fedsim_attacks.patch_embedding.patch_inversion import (
     PatchInversion,
-    correlation,
-    solve_patches,
+    _correlation,
+    _solve_patches,
 )
 
 SMALL = {"patch": 4, "width": 32, "heads": 2}
@@ -107,19 +107,19 @@ def test_patches_are_solved_for_and_their_error_is_foretold() -> None:
     stream = torch.Generator().manual_seed(5)
     patches, width, pixels = 9, 24, 40
     side = torch.arange(3.0).double() / 3
-    alike = correlation(torch.cartesian_prod(side, side))
+    alike = _correlation(torch.cartesian_prod(side, side))
     mean = torch.full((pixels,), 0.3).double()
     spread = torch.full((pixels,), 2.0).double()
     drawn = torch.randn(patches, pixels, generator=stream).double()
     truth = mean + spread * (torch.linalg.cholesky(alike) @ drawn)
     signals = torch.randn(patches, width, generator=stream).double()
     exact = signals.T @ truth
-    found = solve_patches(signals, exact, mean, spread, alike)
+    found = _solve_patches(signals, exact, mean, spread, alike)
     torch.testing.assert_close(found.values, truth, rtol=0, atol=1e-6)
     assert float(found.variances.max()) < 1e-12
     for std in (0.01, 1.0, 100.0):
         noisy = exact + std * torch.randn(width, pixels, generator=stream).double()
-        found = solve_patches(signals, noisy, mean, spread, alike)
+        found = _solve_patches(signals, noisy, mean, spread, alike)
         error = float((found.values - truth).square().mean().sqrt())
         foretold = float(spread[0] * found.variances.mean().sqrt())
         assert foretold == pytest.approx(error, rel=0.3)
