@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
+from fedsim.contracts.grant import Knowledge
 from fedsim.data.bundled import Photos
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation
-from fedsim_attacks.images_from_features._body_gradient import Body
-from fedsim_attacks.images_from_features._stages import _cut_into_stages, _Stage
+from fedsim_attacks.images_from_features._stages import StagedBody
+from fedsim_attacks.images_from_features.factored_inversion import (
+    FactoredInversion,
+    _FactoredInversionState,
+)
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 RESNET: dict[str, Any] = {"width": 16, "stem": "imagenet", "norm": "group", "head": HEAD}
@@ -64,6 +68,17 @@ def observe(
     )
 
 
-def of(observation: Observation, width: float = 0.0) -> tuple[Body, list[_Stage]]:
-    body = Body(observation, width)
-    return body, _cut_into_stages(body, observation.num_images, rng.generator(0, "stages"))
+def staged(observation: Observation, width: float = 0.0) -> StagedBody:
+    return StagedBody(observation, rng.generator(0, "stages"), width=width)
+
+
+def descend(
+    attack: FactoredInversion, observation: Observation
+) -> tuple[_FactoredInversionState, list[type]]:
+    """The last state, and the kind of misfit in each step."""
+    state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
+    kinds = []
+    while not attack.terminate(state):
+        state = attack.step(state)
+        kinds.append(type(state.phase.misfit))
+    return state, kinds

@@ -27,6 +27,7 @@ from fedsim.testing.cases import example_batch
 from fedsim.training.workload import Workload
 from fedsim.types import GroundTruth, LocalTraining, Mode, Observation
 from fedsim_attacks.gradient_matching._matching import Candidate, Matching, squared_distance
+from fedsim_attacks.membership.property_inference import PropertyInference
 
 SCENARIO: dict[str, Any] = {
     "name": "knowledge",

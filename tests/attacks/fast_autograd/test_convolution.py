@@ -14,81 +14,22 @@ from torch import Tensor, nn
 
 from fedsim_attacks.fast_autograd import _convolution, _second_order
 from fedsim_attacks.fast_autograd._convolution import (
-    ConvolutionAlgorithm,
     ConvolutionShape,
     Geometry,
-    Patches,
     Winograd,
 )
 from fedsim_attacks.fast_autograd._layers import batch_norm, group_norm
 from fedsim_attacks.fast_autograd._tape import Tape, _NoReading
 
-PLAIN = Geometry(stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
-GEOMETRIES = {
-    "plain": (PLAIN, (3, 3)),
-    "no padding": (PLAIN._replace(padding=(0, 0)), (3, 3)),
-    "uneven padding": (PLAIN._replace(padding=(2, 0)), (3, 3)),
-    "stride": (PLAIN._replace(stride=(2, 1)), (3, 3)),
-    "dilation": (PLAIN._replace(dilation=(1, 2)), (3, 3)),
-    "pointwise": (PLAIN._replace(padding=(0, 0)), (1, 1)),
-    "uneven kernel": (PLAIN, (3, 2)),
-}
-SIZES = [(1, 4, 4), (2, 6, 9), (1, 11, 3)]
-"""(N, H, W): whole tiles of Winograd's, parts of them, and both."""
-
-
-def operands(
-    problem: ConvolutionShape, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    stream = torch.Generator().manual_seed(0)
-    shapes = problem.images, problem.weights, problem.weights[:1]
-    x, w, b = (torch.randn(shape, generator=stream, dtype=dtype) for shape in shapes)
-    outputs = problem.images[0], problem.weights[0], *problem.outputs
-    gy = torch.randn(outputs, generator=stream, dtype=dtype)
-    last = torch.channels_last
-    return x.to(memory_format=last), w.to(memory_format=last), b, gy
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES.keys())
-@pytest.mark.parametrize("kind", [ConvolutionAlgorithm, Patches, Winograd])
-def test_the_three_products_are_pytorchs(
-    kind: type[ConvolutionAlgorithm],
-    geometry: tuple[Geometry, tuple[int, int]],
-    size: tuple[int, int, int],
-) -> None:
-    moves, kernel = geometry
-    images_, weights_ = torch.Size((size[0], 5, *size[1:])), torch.Size((7, 5, *kernel))
-    problem = ConvolutionShape(images_, weights_, moves)
-    if min(problem.outputs) < 1:
-        pytest.skip("the kernel does not fit into the image")
-    if kind is Winograd and not Winograd.applies(problem):
-        assert kernel != (3, 3) or moves.stride != (1, 1) or moves.dilation != (1, 1)
-        return
-    algorithm = kind(problem)
-    x, w, b, gy = operands(problem)
-    x.requires_grad_()
-    w.requires_grad_()
-    expected = F.conv2d(x, w, b, *moves)
-    to_x, to_w = torch.autograd.grad(expected, (x, w), gy)
-    with torch.no_grad():
-        images, weights = algorithm.images(x), algorithm.weights(w)
-        gradients = algorithm.gradients(gy)
-        close = {"rtol": 1e-10, "atol": 1e-10}
-        torch.testing.assert_close(algorithm.output(images, weights, b), expected, **close)
-        without = algorithm.output(images, weights)
-        torch.testing.assert_close(without + b.view(-1, 1, 1), expected, **close)
-        sides = gradients, images, weights
-        torch.testing.assert_close(algorithm.input_gradient(*sides), to_x, **close)
-        torch.testing.assert_close(algorithm.weight_gradient(*sides), to_w, **close)
-
 
 def test_winograd_rounds_little_in_single_precision() -> None:
-    problem = ConvolutionShape(torch.Size((1, 256, 16, 16)), torch.Size((256, 256, 3, 3)), PLAIN)
-    x, w, _, _ = operands(problem, torch.float32)
-    algorithm = Winograd(problem)
+    stream = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 256, 16, 16, generator=stream)
+    w = torch.randn(256, 256, 3, 3, generator=stream)
+    geometry = Geometry(stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
+    algorithm = Winograd(ConvolutionShape(x.shape, w.shape, geometry))
     found = algorithm.output(algorithm.images(x), algorithm.weights(w))
-    exact = F.conv2d(x.double(), w.double(), None, *PLAIN)
+    exact = F.conv2d(x.double(), w.double(), None, *geometry)
     assert float((found - exact).norm() / exact.norm()) < 1e-5
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from deep_victims import HEAD, descend
 from torch import nn
 
 from fedsim import rng
@@ -25,7 +26,6 @@ from fedsim_attacks.images_from_features._body_gradient import (
 from fedsim_attacks.images_from_features._heads import signals
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
-HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 MODEL = {"model": "convnet", "model_parameters": {"width": 8, "head": HEAD}}
 
 
@@ -109,12 +109,7 @@ def test_a_clipped_update_of_several_steps_has_no_scale():
 @pytest.mark.parametrize("defense", [[], [LOCAL]], ids=["one step", "local steps"])
 def test_several_steps_are_unrolled_in_the_end(defense):
     observation, _ = observe(defense)
-    attack = FactoredInversion(iterations=10)
-    state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
-    kinds = []
-    while not attack.terminate(state):
-        state = attack.step(state)
-        kinds.append(type(state.phase.misfit))
+    state, kinds = descend(FactoredInversion(iterations=10), observation)
     several = bool(defense)
     assert kinds == [PartGradient] * (7 if several else 10) + [WholeGradient] * 3 * several
     phase = state.phase

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from deep_victims import HEAD
 from pydantic import ValidationError
 
 import fedsim
@@ -15,7 +16,6 @@ from fedsim_attacks.gradient_matching._drawing import Drawing, DrawingSettings
 from fedsim_attacks.images_from_features._heads import doubts, head_of
 from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion
 
-HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 PLANTED = {"hidden": [12], "head": HEAD}
 ORACLE = {"name": "tensor_features", "oracle": True}
 

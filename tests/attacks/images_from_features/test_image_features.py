@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from deep_victims import HEAD as SMALL_HEAD
+from deep_victims import descend
 
 from fedsim import rng
-from fedsim.contracts.grant import Knowledge
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch, near
 from fedsim.types import LocalTraining
@@ -24,7 +25,6 @@ PRUNED = [{"name": "gradient_pruning", "ratio": 0.8}]
 ROUNDED = [{"name": "quantization", "bits": 8, "rounding": "stochastic"}]
 MUCH = [{"name": "gaussian_noise", "std": 0.05}]
 COARSE = [{"name": "quantization", "bits": 3, "rounding": "stochastic"}]
-SMALL = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 
 
 def see(defense):
@@ -99,7 +99,7 @@ def test_noise_does_not_explain_wrong_features(defense):
 
 def observe(defense):
     training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=3, lr=0.001)
-    model = {"model": "convnet", "model_parameters": {"width": 8, "head": SMALL}}
+    model = {"model": "convnet", "model_parameters": {"width": 8, "head": SMALL_HEAD}}
     return make_observation(*example_batch(3), **model, defense=defense, training=training)
 
 
@@ -128,12 +128,7 @@ def test_images_come_first_where_the_head_is_blurred(goes, monkeypatch):
     monkeypatch.setattr(factored_inversion, "are_determined", lambda *_: False)
     monkeypatch.setattr(factored_inversion, "are_explained", lambda *_: goes == 1)
     attack = FactoredInversion(iterations=40)
-    state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
-    assert state.phase.features is None
-    kinds = []
-    while not attack.terminate(state):
-        state = attack.step(state)
-        kinds.append(type(state.phase.misfit))
+    state, kinds = descend(attack, observation)
     assert kinds == [WholeGradient] * 10 * goes + [PartGradient] * (40 - 10 * goes)
     assert state.phase.iterations == 40 - 10 * goes
     result = attack.postprocess(state)

@@ -35,13 +35,24 @@ def answer(attack, seen, truth):
     return asked.answer(None).reconstruction
 
 
-@pytest.mark.parametrize("defense", [CUT, {"name": "oasis"}], ids=lambda each: each["name"])
+@pytest.mark.parametrize(
+    "defense",
+    [
+        CUT,
+        {"name": "oasis"},
+        {"name": "gradient_pruning", "ratio": 0.5},
+        {"name": "gaussian_noise", "std": 1e-3},
+    ],
+    ids=lambda defense: defense["name"],
+)
 def test_it_answers_what_it_answers_blind(defense):
     seen, truth = observe(defense)
     attack = FactoredInversion(iterations=3)
     knowing, blind = (answer(attack, each, truth) for each in (seen, hide_defenses(seen)))
     assert torch.equal(knowing.images, blind.images)
     assert torch.equal(knowing.labels, blind.labels)
+    # But what it says of its features is not certain.
+    assert knowing.certified is None and knowing.determined is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Images behind an ordinary classifier: its features carry the inversion, where it tells them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -12,7 +10,6 @@ from fedsim.models.base import normalize
 from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
-from fedsim.types import Effect
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 from fedsim_attacks.images_from_features._body_gradient import PartGradient, WholeGradient
 from fedsim_attacks.images_from_features._heads import recover, signals
@@ -71,26 +68,6 @@ def test_a_few_iterations_are_nearer_than_twice_as_many_of_inverting_gradients()
         for attack in (FactoredInversion(iterations=80), InvertingGradients(iterations=160))
     )
     assert factored > matched + 1
-
-
-@pytest.mark.parametrize(
-    "defense",
-    [
-        {"name": "percentile_privacy", "gamma": 0.001},
-        {"name": "gradient_pruning", "ratio": 0.5},
-        {"name": "gaussian_noise", "std": 1e-3},
-    ],
-    ids=lambda defense: defense["name"],
-)
-def test_knowing_a_defense_costs_an_attack_on_a_shallow_body_nothing(defense):
-    observation, _ = observe([defense])
-    attack, blind = FactoredInversion(iterations=3), replace(observation, effect=Effect())
-    knowing, ignorant = (
-        solve(attack, seen, Knowledge(), 0).reconstruction for seen in (observation, blind)
-    )
-    assert torch.equal(knowing.images, ignorant.images)
-    # But what it says of its features is not certain.
-    assert knowing.certified is None and knowing.determined is None
 
 
 def observe_residual(classes, count=3, **case):

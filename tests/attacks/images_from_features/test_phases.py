@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from deep_victims import observe
+from deep_victims import descend, observe, staged
 
 from fedsim import rng
 from fedsim.attacking.knowledge import hand_over
 from fedsim.attacking.question import Public
-from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing.cases import example_batch
 from fedsim_attacks.gradient_matching._image_priors import expose, trusted_contrast
@@ -17,24 +16,15 @@ from fedsim_attacks.images_from_features._body_gradient import (
     WholeGradient,
 )
 from fedsim_attacks.images_from_features._heads import noise_share
-from fedsim_attacks.images_from_features._stages import Relaxation, StagedBody, StagePeeling
+from fedsim_attacks.images_from_features._stages import Relaxation, StagePeeling
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
-
-
-def kinds(observation, attack):
-    state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
-    found = []
-    while not attack.terminate(state):
-        state = attack.step(state)
-        found.append(type(state.phase.misfit))
-    return found
 
 
 @pytest.mark.parametrize("std", [1e-4, pytest.param(1e-1, marks=pytest.mark.slow)])
 def test_noise_that_buries_the_update_leaves_nothing_to_peel(std):
     observation, _ = observe([{"name": "gaussian_noise", "std": std}])
-    found = kinds(observation, FactoredInversion(iterations=10))
-    assert (StagePeeling in found) == (std < 1e-3)
+    kinds = descend(FactoredInversion(iterations=10), observation)[1]
+    assert (StagePeeling in kinds) == (std < 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +41,7 @@ def test_noise_that_drowns_a_shallow_body_leaves_the_whole_update(std, expected)
 @pytest.mark.slow
 def test_several_local_steps_of_a_deep_body_are_relaxed_and_not_unrolled():
     observation, _ = observe([], steps=2)
-    assert kinds(observation, FactoredInversion(iterations=10)) == [Relaxation] * 10
+    assert descend(FactoredInversion(iterations=10), observation)[1] == [Relaxation] * 10
 
 
 @pytest.mark.slow
@@ -60,22 +50,15 @@ def test_several_local_steps_of_a_deep_body_are_relaxed_and_not_unrolled():
     [([], 400, 13.0), ([{"name": "gaussian_noise", "std": 0.01}], 200, 12.0)],
 )
 def test_a_deep_body_is_peeled_first_and_relaxed_last_and_its_images_come_out(
-    defense, iterations, least, monkeypatch
+    defense, iterations, least
 ):
     """Two photographs behind a ResNet-18."""
     observation, truth = observe(defense)
-    phases, step = [], FactoredInversion.step
-
-    def watched(self, state):
-        state = step(self, state)
-        phases.append(type(state.phase.misfit))
-        return state
-
-    monkeypatch.setattr(FactoredInversion, "step", watched)
-    result = solve(FactoredInversion(iterations=iterations), observation, Knowledge(), 0)
+    attack = FactoredInversion(iterations=iterations)
+    state, kinds = descend(attack, observation)
     if not defense:
-        assert phases == [StagePeeling] * 140 + [PartGradient] * 160 + [Relaxation] * 100
-    images = result.reconstruction.images
+        assert kinds == [StagePeeling] * 140 + [PartGradient] * 160 + [Relaxation] * 100
+    images = attack.postprocess(state).images
     error = (images[:, None] - truth.images[None]).square().flatten(2).mean(2).min(1).values
     assert float(-10 * error.log10().mean()) > least
 
@@ -99,8 +82,7 @@ def test_public_images_tell_of_features_where_these_are_known(std):
 def test_contrast_is_seen_where_the_first_layer_has_a_bias_or_no_norm_layer():
     def seen(norm, mode, **model):
         observation, _ = observe([], norm=norm, mode=mode, **model)
-        stream = rng.generator(0, "stages")
-        return StagedBody(observation, stream, width=0.0).contrast_seen
+        return staged(observation).contrast_seen
 
     assert seen("group", "train") < 1e-3
     assert seen("batch", "train") > 0.15  # one image's against the other's

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from deep_victims import HEAD, VICTIMS, observe, of, photos
+from deep_victims import HEAD, VICTIMS, observe, photos, staged
 
-from fedsim import rng
 from fedsim.models.base import normalize
 from fedsim.models.local import gradient, loss_function
 from fedsim.models.victim import rebuild
@@ -13,28 +12,19 @@ from fedsim.types import LocalTraining
 from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.images_from_features._body_gradient import LaterSteps, PartGradient, StageTarget
 from fedsim_attacks.images_from_features._heads import signals
-from fedsim_attacks.images_from_features._stages import Relaxation, StagedBody
-
-
-def maps(cut, observation, truth):
-    """What goes into each stage of the true images, and what comes out of the last."""
-    found = [normalize(truth.images, observation.model)]
-    with torch.no_grad():
-        for stage in cut:
-            found.append(stage.part.function(found[-1]))
-    return found
+from fedsim_attacks.images_from_features._stages import Relaxation
 
 
 def test_stages_are_the_body():
     observation, truth = observe([])
-    _, cut = of(observation)
-    assert len(cut) > 4
-    names = [name for stage in cut for name, _ in stage.part.parameters]
+    body = staged(observation)
+    assert len(body.stages) > 4
+    names = [name for stage in body.stages for name, _ in stage.part.parameters]
     assert names == [name for name in observation.parameters if name.startswith("body.")]
-    found = maps(cut, observation, truth)
+    found = body.maps(normalize(truth.images, observation.model))
     torch.testing.assert_close(found[-1].flatten(1), truth.features, rtol=1e-4, atol=1e-4)
-    assert [stage.shape for stage in cut] == [each.shape for each in found[:-1]]
-    assert [stage.positive for stage in cut] == [False] + [True] * (len(cut) - 1)
+    assert [stage.shape for stage in body.stages] == [each.shape for each in found[:-1]]
+    assert [stage.positive for stage in body.stages] == [False] + [True] * (len(found) - 2)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +37,9 @@ def test_stages_are_the_body():
 )
 def test_what_is_not_determined_is_not_cut(model, count, parameters):
     observation, truth = observe([], count, model=model, **parameters)
-    _, cut = of(observation)
-    assert len(cut) == 1
-    found = maps(cut, observation, truth)[-1]
+    body = staged(observation)
+    assert len(body.stages) == 1
+    found = body.maps(normalize(truth.images, observation.model))[-1]
     torch.testing.assert_close(found.flatten(1), truth.features, rtol=1e-4, atol=1e-4)
 
 
@@ -58,14 +48,14 @@ def test_every_stage_is_zero_at_the_truth(defense, mode, norm):
     """Outputs, error signals and gradients fit, and each stage poses the one before."""
     # Of two images on maps of one pixel, batch norm in train mode leaves signs.
     observation, truth = observe(defense, 4, mode, norm=norm)
-    body, cut = of(observation, width=1.0)
-    found = maps(cut, observation, truth)
+    cut = staged(observation, width=1.0)
+    found = cut.maps(normalize(truth.images, observation.model))
     known = signals(observation, truth.features)
     target = StageTarget(truth.features, known.errors, known.scale)
-    for i in reversed(range(len(cut))):
+    for i, stage in reversed(list(enumerate(cut.stages))):
         if target.unscaled:  # known up to a factor, which the inputs tell
             target = target._replace(outputs=3 * target.outputs, errors=target.errors / 3)
-        gradient = PartGradient(observation, body, cut[i].part, target, weight=1.0, calls=1)
+        gradient = PartGradient(observation, cut.body, stage.part, target, weight=1.0, calls=1)
         right = gradient(found[i])
         assert float(right.update) < 1e-6
         assert float(right.features) < 1e-6
@@ -76,13 +66,11 @@ def test_every_stage_is_zero_at_the_truth(defense, mode, norm):
 
 def relaxation(observation, truth, images, maps, steps=1, later=None):
     """And the true images and maps."""
-    stream = rng.generator(0, "stages")
-    staged = StagedBody(observation, stream, width=0.0)
-    known = signals(observation, truth.features)
+    body, known = staged(observation), signals(observation, truth.features)
     target = StageTarget(truth.features, known.errors, known.scale)
     options = {"noise": 0.0, "later": later, "steps": steps}
-    made = Relaxation(observation, staged, target, images, maps, **options)
-    return made, staged.maps(normalize(truth.images, observation.model))
+    made = Relaxation(observation, body, target, images, maps, **options)
+    return made, body.maps(normalize(truth.images, observation.model))
 
 
 @VICTIMS
