@@ -69,11 +69,9 @@ def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
 
 
 class _NormOptions(NamedTuple):
-    groups: int | None
-    """Number of groups per image; None is batch norm."""
+    groups: int | None  # number of groups per image; None is batch norm
     eps: float
-    fixed: tuple[Tensor, Tensor] | None
-    """Mean and variance (C,) that do not depend on x."""
+    fixed: tuple[Tensor, Tensor] | None  # mean and variance (C,) that do not depend on x
 
     def local(self, x: Tensor) -> Tensor:
         """Sums x (N, C, H, W) over each channel, and for batch norm over the images."""

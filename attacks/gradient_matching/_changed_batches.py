@@ -25,8 +25,7 @@ _VIEW_STEPS, _VIEW_RATE, _SMOOTHNESS = 150, 0.1, 0.02
 """Steps of Adam and their size by which a view is undone, and the weight of total variation."""
 _RESTARTS, _MIXTURE_STEPS, _MIXTURE_RATE = 16, 400, 0.05
 """Starts of the separation, steps of Adam from each, and their size."""
-_INVALID = 10.0
-"""Weight of the mean squared excess over the valid range, beside logarithms."""
+_INVALID = 10.0  # weight of the mean squared excess over the valid range, beside logarithms
 _LEAST_EDGE, _RIDGE = 1e-3, 1e-4
 """Numbers that keep the logarithm of no edges, and the inverse of equal rows, finite."""
 

@@ -71,8 +71,7 @@ class Adam:
         self.step(torch.autograd.grad(drawn, self.variables, slope), step_size)
 
 
-_COARSEST = 4
-"""Least side of a coarse image; below there is only the mean."""
+_COARSEST = 4  # least side of a coarse image; below there is only the mean
 
 
 @final
@@ -131,14 +130,10 @@ def decayed_step(step_size: float, done: int, iterations: int) -> float:
     return step_size
 
 
-_GROUPS = 8
-"""Groups of channels of the U-Net's group norms."""
-_ATTENTION = 16
-"""Side of the resolution that has self-attention."""
-_SMALLEST = 4
-"""Least side of a resolution."""
-_NOISE = 0.1
-"""Standard deviation of the U-Net's fixed input."""
+_GROUPS = 8  # groups of channels of the U-Net's group norms
+_ATTENTION = 16  # side of the resolution that has self-attention
+_SMALLEST = 4  # least side of a resolution
+_NOISE = 0.1  # standard deviation of the U-Net's fixed input
 
 
 class _UNet(nn.Module):
@@ -251,14 +246,10 @@ and coarser images that are added to them."""
 Decay = Literal["steps", "cosine"]
 """Fall of step sizes: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine."""
 
-_RATES = {"pixel": 0.1, "pyramid": 0.1, "unet": 1e-3}
-"""Adam's step size by default."""
-_PYRAMID_START = 0.3
-"""Standard deviation of the pixels that a pyramid starts at; others start at 1."""
-_FINAL = 0.005
-"""Step size at the end of a cosine, over that of the beginning."""
-_COPYING = 100
-"""Steps in which a U-Net learns to draw given images."""
+_RATES = {"pixel": 0.1, "pyramid": 0.1, "unet": 1e-3}  # Adam's step size by default
+_PYRAMID_START = 0.3  # standard deviation of the pixels that a pyramid starts at; others start at 1
+_FINAL = 0.005  # step size at the end of a cosine, over that of the beginning
+_COPYING = 100  # steps in which a U-Net learns to draw given images
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,7 @@ Variation = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _OPPONENTS = ((1.0, 1.0, 1.0), (1.0, 0.0, -1.0), (0.5, -1.0, 0.5))
 """Brightness, and two directions of color."""
-_COLOR = 3.0
-"""Weight of a difference in color; one in brightness has weight 1."""
+_COLOR = 3.0  # weight of a difference in color; one in brightness has weight 1
 
 
 def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,8 +62,7 @@ def chromatic_variation(images: Tensor) -> tuple[Tensor, Tensor]:
     return variation, torch.einsum("kc,nkhw->nchw", directions, slope).contiguous()
 
 
-_TINY = 1e-8
-"""Length of a step below which its slope, else undefined, goes to 0."""
+_TINY = 1e-8  # length of a step below which its slope, else undefined, goes to 0
 
 
 def _opponent_variation(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,12 +95,10 @@ VARIATIONS: dict[str, Variation] = {
 """Variations by the names that attacks' parameters have for them."""
 
 
-_VALID = 0.999
-"""Share of the pixels that are to be valid: a few of a reconstruction are off."""
+_VALID = 0.999  # share of the pixels that are to be valid: a few of a reconstruction are off
 
 
-_INFORMED = 3.0
-"""Factor of the first gradient's signal-to-noise ratio at which contrast is trusted."""
+_INFORMED = 3.0  # factor of the first gradient's signal-to-noise ratio at which contrast is trusted
 
 
 def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,8 +62,7 @@ class Candidate:
         return self.targets() if self.logits is None else self.logits.argmax(1)
 
 
-_ROUNDING = 1e-11
-"""Share of the update's energy below which a tensor is rounding."""
+_ROUNDING = 1e-11  # share of the update's energy below which a tensor is rounding
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ from fedsim_attacks.gradient_matching._matching import (
 )
 from fedsim_attacks.gradient_matching.inverting_gradients import tile
 
-_TOGETHER = 20
-"""Iterations of L-BFGS in one step of the attack."""
+_TOGETHER = 20  # iterations of L-BFGS in one step of the attack
 
 
 @dataclass(kw_only=True)
@@ -45,8 +44,7 @@ class _Descent(AttackState):
     optimizer: torch.optim.LBFGS
     converged: bool = False
     """Whether the optimizer has stopped early: no step improves the objective any more."""
-    model: Classifier
-    """The victim's model, whose predictions may be held to labels."""
+    model: Classifier  # the victim's model, whose predictions may be held to labels
 
 
 class _GradientDistance(IterativeAttack[_Descent]):

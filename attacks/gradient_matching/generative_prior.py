@@ -41,12 +41,9 @@ from fedsim_attacks.gradient_matching.inverting_gradients import regularized
 
 LATENT = 128
 """Entries of a code of an untrained generator."""
-_LEAST_WIDTH = 32
-"""Channels of the smallest untrained generator."""
-_GROUPS = 8
-"""Groups of channels of the generator's group norms."""
-_SLOPE = 0.1
-"""Slope of the leaky ReLUs below 0."""
+_LEAST_WIDTH = 32  # channels of the smallest untrained generator
+_GROUPS = 8  # groups of channels of the generator's group norms
+_SLOPE = 0.1  # slope of the leaky ReLUs below 0
 
 
 @final
@@ -90,10 +87,8 @@ def _over_parameterized(count: int, shape: tuple[int, ...]) -> Generator:
 
 _CODE_RATE = 1e-2
 _WEIGHT_RATE = 1e-3
-_BATCH = 16
-"""Adam's step sizes and the batch of a generator's training."""
-_TRAINED_WIDTH = 32
-"""Channels of a generator that an attack trains itself."""
+_BATCH = 16  # Adam's step sizes and the batch of a generator's training
+_TRAINED_WIDTH = 32  # channels of a generator that an attack trains itself
 
 
 def fit_generator(
@@ -203,10 +198,8 @@ class _GeneratorSearch(SearchState):
     matching: Matching
     spec: ModelSpec
     labels: Tensor
-    generators: list[Generator]
-    """One for all images, or one for each."""
-    codes: Tensor
-    """(N, latent)."""
+    generators: list[Generator]  # one for all images, or one for each
+    codes: Tensor  # (N, latent)
     optimizer: Adam
     best_codes: Tensor
     """(N, latent): codes that drew the best images, which are zeros before the first step."""

@@ -36,10 +36,8 @@ class _Group(AttackState):
 
     matching: Matching
     prior: ForwardPrior
-    images: Tensor
-    """(S, N, C, H, W), normalized: the candidates of all seeds."""
-    labels: Tensor | None
-    """(N,) int64, known or inferred; None where `logits` stand for them."""
+    images: Tensor  # (S, N, C, H, W), normalized: the candidates of all seeds
+    labels: Tensor | None  # (N,) int64, known or inferred; None where `logits` stand for them
     logits: Tensor | None
     """(N, K) of soft labels, the same for all seeds; None where labels are granted."""
     optimizer: Adam

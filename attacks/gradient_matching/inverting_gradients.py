@@ -40,8 +40,7 @@ from fedsim_attacks.gradient_matching._matching import (
     negative_log_likelihood,
 )
 
-_WARMUP = 50
-"""Iterations in which the step size rises, before it falls as a cosine."""
+_WARMUP = 50  # iterations in which the step size rises, before it falls as a cosine
 
 
 @dataclass(kw_only=True)
@@ -52,8 +51,7 @@ class _Inversion(SearchState):
     distance: Distance
     candidate: Candidate
     optimizer: Adam
-    best_labels: Tensor
-    """(N,) int64, or probabilities (N, K) where soft labels are optimized."""
+    best_labels: Tensor  # (N,) int64, or probabilities (N, K) where soft labels are optimized
     rng: torch.Generator
 
 

@@ -85,8 +85,7 @@ def lay_out(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=layout(tensor))
 
 
-_LEAST_SHARE = 0.02
-"""Least share of one step's gradient in an update of several."""
+_LEAST_SHARE = 0.02  # least share of one step's gradient in an update of several
 
 
 @final
@@ -240,10 +239,17 @@ class Misfit(NamedTuple):
     """|u - t|² / |t|² of both updates (0-d); 1 - cosine where directions are compared."""
     features: Tensor
     """Mean of |x_i - f_i|² / |f_i|² (0-d), of features x_i of candidates and known ones f_i."""
+    weight: float
+    """Weight of `features` in the loss."""
     slope: Tensor
-    """Gradient of `update` + weight `features` in the candidates, images (N, C, H, W) or inputs."""
+    """Gradient of what is descended in the candidates, images (N, C, H, W) or inputs."""
     target_changed: bool = False
     """Whether the target has changed, so that earlier misfits cannot be compared with it."""
+
+    @property
+    def loss(self) -> Tensor:
+        """Both distances together (0-d), with features weighted."""
+        return self.update + self.weight * self.features
 
 
 class StageTarget(NamedTuple):
@@ -328,7 +334,7 @@ class PartGradient:
         """Evaluates the misfit at `inputs` (N, ...)."""
         corrected = self._later is not None and self._later.correct([self._update], inputs)
         update, outputs, slope = self._slopes(inputs.detach())
-        return Misfit(update, outputs, slope, target_changed=corrected)
+        return Misfit(update, outputs, self._weight, slope, target_changed=corrected)
 
     def pull_back(self, inputs: Tensor) -> StageTarget:
         """Computes the error signals at `inputs`: the target for the part before this one."""
@@ -447,4 +453,5 @@ class WholeGradient:
         candidate = Candidate(images, self._labels)
         loss, (slope,) = self._matching.differentiate(candidate, self._distance)
         distance_of_features, pull = self._prior(images)
-        return Misfit(loss, distance_of_features, slope + self._weight * pull)
+        slope = slope + self._weight * pull
+        return Misfit(loss, distance_of_features, self._weight, slope)

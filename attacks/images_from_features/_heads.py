@@ -226,8 +226,7 @@ def _planted_signals(model: Classifier, head: HeadGradient, features: Tensor) ->
     return Signals(labels, errors, scale if head.clipped else torch.ones_like(scale))
 
 
-_CLASSIFIER_ITERATIONS = 120
-"""Iterations of a descent from features of images."""
+_CLASSIFIER_ITERATIONS = 120  # iterations of a descent from features of images
 _APART = 0.5
 """Share of the distance to the nearest other features up to which an image's may be off."""
 
@@ -260,10 +259,8 @@ def _at(problem: Consistency, features: Tensor, iterations: int = 0) -> Fits:
     return problem.descend(problem.unknowns(features[None]), labels[None], iterations)
 
 
-_ITERATIONS = 1500
-"""Iterations of the fit behind pruning and rounding; it mostly ends earlier."""
-_ALL = 1e-5
-"""Share of ∂L/∂A that features may leave where there is no noise."""
+_ITERATIONS = 1500  # iterations of the fit behind pruning and rounding; it mostly ends earlier
+_ALL = 1e-5  # share of ∂L/∂A that features may leave where there is no noise
 EXCHANGED = 0.1
 """Share of their difference that two features which are hard to tell apart may have exchanged."""
 _CHANCE = 4.0

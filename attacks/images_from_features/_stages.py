@@ -51,11 +51,9 @@ _Visit = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 class _StageCall:
     """One call of a module."""
 
-    after: int
-    """Number of calls that have begun once this one has ended."""
+    after: int  # number of calls that have begun once this one has ended
     answer: Any = None
-    version: int | None = None
-    """Version counter of the answer; None if it is no map of numbers."""
+    version: int | None = None  # version counter of the answer; None if it is no map of numbers
 
 
 class _EndReached(BaseException):
@@ -197,12 +195,9 @@ def _leaves(node: Any, stop: Any) -> set[int]:
     return found
 
 
-_MARGIN = 2.0
-"""Equations for each unknown number of a stage that is inverted on its own."""
-_KNOWN = 0.5
-"""Share of a map's values that are equations: ReLU has set the others to zero."""
-_NARROWEST = 0.1
-"""Width of jumps at the end, over that of the beginning."""
+_MARGIN = 2.0  # equations for each unknown number of a stage that is inverted on its own
+_KNOWN = 0.5  # share of a map's values that are equations: ReLU has set the others to zero
+_NARROWEST = 0.1  # width of jumps at the end, over that of the beginning
 
 
 @final
@@ -210,14 +205,10 @@ _NARROWEST = 0.1
 class _Stage:
     """Consecutive layers of a body, and what is known of the inputs of the first."""
 
-    part: Part
-    """Its function and parameters."""
-    shape: torch.Size
-    """Shape (N, ...) of its inputs."""
-    size: float
-    """Root mean square of its inputs, for random images."""
-    positive: bool
-    """Whether its inputs are never negative, as behind ReLU."""
+    part: Part  # its function and parameters
+    shape: torch.Size  # shape (N, ...) of its inputs
+    size: float  # root mean square of its inputs, for random images
+    positive: bool  # whether its inputs are never negative, as behind ReLU
 
 
 @final
@@ -296,12 +287,9 @@ def _cut_into_stages(body: Body, num_images: int, rng: torch.Generator) -> list[
     ]
 
 
-_STEP = 0.2
-"""Step size of Adam, in units of the root mean square of what goes into a stage."""
-_PEELING_END = 0.002
-"""Step size at the end, over that of the beginning."""
-_START = 0.5
-"""Size of random inputs to start at, over that of random images' maps."""
+_STEP = 0.2  # step size of Adam, in units of the root mean square of what goes into a stage
+_PEELING_END = 0.002  # step size at the end, over that of the beginning
+_START = 0.5  # size of random inputs to start at, over that of random images' maps
 
 
 @final
@@ -327,85 +315,67 @@ class StagePeeling:
             steps: Number of steps of Adam for each stage.
         """
         self._rng, self._observation, self._staged = rng, observation, staged
-        self._remaining = staged.stages[1:]
         self._steps, self._target = steps, target
+        self.unexplained = math.inf
+        """Least loss of the stage peeled last, relative; infinite before one is peeled."""
         self.maps: list[Tensor] = []
         """Inputs (N, ...) of each of the stages peeled so far, in the order of the stages."""
-        self._begin_stage()
-
-    @property
-    def unexplained(self) -> float:
-        """The least loss of the stage peeled last, relative; infinite before its first step."""
-        return float(self._best_loss)
+        self._losses = self._peel()
 
     def step(self) -> Tensor:
         """Takes a step of Adam for each stage to peel; returns the loss (0-d) of the last one."""
-        for _ in self._staged.stages[1:]:
-            if self._remaining:
-                self._descend()
-        return self._loss
+        losses = [next(self._losses) for _ in self._staged.stages[1:]]
+        return losses[-1]
 
     def images(self, *, weight: float, calls: int) -> PartGradient:
-        """Returns the problem of the first stage, the images, once all others are peeled."""
+        """Returns the problem of the first stage, the images, once all others are peeled.
+
+        Outputs count with `weight`; `calls` is the number of evaluations to come.
+        """
         self._staged.narrow(0)
         return self._problem(self._staged.stages[0], weight, calls)
 
     def _problem(self, stage: _Stage, weight: float, calls: int) -> PartGradient:
-        return PartGradient(
-            self._observation,
-            self._staged.body,
-            stage.part,
-            self._target,
-            weight=weight,
-            calls=calls,
-        )
+        body, target = self._staged.body, self._target
+        return PartGradient(self._observation, body, stage.part, target, weight=weight, calls=calls)
 
-    def _begin_stage(self) -> None:
-        """Poses the problem of the next stage to peel."""
-        if not self._remaining:
-            return
-        stage = self._remaining[-1]
-        self._gradient = self._problem(stage, 1.0, self._steps)
-        # Maps of random images are too much alike to start from.
-        start = _START * stage.size * torch.randn(stage.shape, generator=self._rng)
-        self._inputs = (start.abs() if stage.positive else start).to(self._target.outputs.device)
-        self._adam = Adam([self._inputs], betas=(0.9, 0.99))
-        self._done, self._best = 0, self._inputs.clone()
-        self._best_loss = self._inputs.new_full((), torch.inf)
-
-    def _descend(self) -> None:
-        stage = self._remaining[-1]
-        self._staged.narrow(self._done / self._steps)
-        misfit = self._gradient(self._inputs)
-        self._loss = misfit.update + misfit.features
-        better = self._loss < self._best_loss
-        self._best_loss = torch.where(better, self._loss, self._best_loss)
-        self._best = torch.where(better, self._inputs, self._best)
-        # Adam's steps are as large as its rate: in units of the inputs they suit every stage.
-        rate = _STEP * stage.size * half_cosine(self._done / self._steps, _PEELING_END)
-        self._adam.step([misfit.slope], rate)
-        if stage.positive:
-            self._inputs.clamp_(min=0)
-        self._done += 1
-        if self._done == self._steps:
-            # The inputs found are the outputs of the stage before, with error signals of their own.
-            self._target = self._gradient.pull_back(self._best)
-            self.maps.insert(0, self._target.outputs)
-            self._remaining.pop()
-            self._begin_stage()
+    def _peel(self) -> Iterator[Tensor]:
+        """Yields the loss (0-d) of each step of each stage, from the last to the second."""
+        for stage in reversed(self._staged.stages[1:]):
+            problem = self._problem(stage, 1.0, self._steps)
+            # Maps of random images are too much alike to start from.
+            start = _START * stage.size * torch.randn(stage.shape, generator=self._rng)
+            inputs = (start.abs() if stage.positive else start).to(self._target.outputs.device)
+            adam = Adam([inputs], betas=(0.9, 0.99))
+            best, best_loss = inputs.clone(), inputs.new_full((), torch.inf)
+            for step in range(self._steps):
+                done = step / self._steps
+                self._staged.narrow(done)
+                misfit = problem(inputs)
+                better = misfit.loss < best_loss
+                best_loss = torch.where(better, misfit.loss, best_loss)
+                best = torch.where(better, inputs, best)
+                # Adam's steps are as large as its rate: in units of the inputs they suit all.
+                rate = _STEP * stage.size * half_cosine(done, _PEELING_END)
+                adam.step([misfit.slope], rate)
+                if stage.positive:
+                    inputs.clamp_(min=0)
+                if step + 1 == self._steps:
+                    # These inputs are the outputs of the stage before, with errors of their own.
+                    self._target, self.unexplained = problem.pull_back(best), float(best_loss)
+                    self.maps.insert(0, self._target.outputs)
+                yield misfit.loss
 
 
 _SHARE = 0.2
 """First step size of a map, over its distance from what the stage before makes of its inputs."""
-_RELAXATION_END = 0.005
-"""Step size at the end, over that of the beginning."""
+_RELAXATION_END = 0.005  # step size at the end, over that of the beginning
 _LOOSE = 0.03
 """Weight of maps' relative squared distance at first, in shares of the update's energy."""
 _TIGHT = 100.0
 """The same at the end, without noise: tighter maps carry the noise of all stages into the
 images."""
-_TIGHT_APPROXIMATE = 10.0
-"""The same where an update of several steps is taken for one gradient."""
+_TIGHT_APPROXIMATE = 10.0  # the same where an update of several steps is taken for one gradient
 _FAR, _CLEAR = 1.5, 3.0
 """Assumed relative error of unknown maps: at most `_FAR`, and `_CLEAR` times the fourth root of the
 share that is not noise. Where noise hides most of the update, steps are to be shorter."""
@@ -444,7 +414,7 @@ class Relaxation:
         """
         clear = max(1 - noise, LEAST_CLEAR)
         self.final_weight = (_TIGHT if later is None else _TIGHT_APPROXIMATE) * math.sqrt(clear)
-        """Weight of maps' relative squared distance at the end."""
+        """Weight of maps' relative squared distance at the end, in each step's loss as well."""
         self._staged, self._target = staged, target
         self._later = later
         self._updates = [
@@ -489,7 +459,7 @@ class Relaxation:
             if stage.positive:
                 each.detach().clamp_(min=0)
         self._done += 1
-        return Misfit(update, distance, slope, target_changed=corrected)
+        return Misfit(update, distance, self.final_weight, slope, target_changed=corrected)
 
     def _differentiate(self, weight: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Computes both misfits (0-d), and the slopes of update + `weight` distance in `inputs`."""

@@ -75,29 +75,25 @@ _FINAL_VARIATION = 0.4
 _ONE_STEP_SHARE = 0.7
 """Share of the iterations that take several steps for one gradient, at a seventh of the cost;
 through a deep body all do, as the descent of a whole one leads away."""
-_FINE_STEP = 0.3
-"""Factor of the step size when steps are unrolled: large steps lead anywhere."""
+_FINE_STEP = 0.3  # factor of the step size when steps are unrolled: large steps lead anywhere
 _FIRST = 0.25
 """Share of the iterations before images' features are looked at, where the head is blurred."""
 _PEELED, _SINGLE = 0.35, 0.4
 """Shares of the iterations in which stages are peeled, each with as many steps, and in which images
 are descended through the first one; the others are all stages' together."""
-_TOO_NOISY_TO_PEEL = 0.5
-"""Share of noise in the body's update, from which stages are not peeled."""
+_TOO_NOISY_TO_PEEL = 0.5  # share of noise in the body's update, from which stages are not peeled
 _MOSTLY_NOISE = 0.9
 """Share of noise from which no features are fitted: they would be those of noise."""
 _RELAXED_VARIATION = 2.5
 """Weight of the total variation in the descent of all stages, times the usual."""
 _UNSEEN, _FAINT = 1e-3, 0.15
 """`StagedBody.contrast_seen` up to which that is nothing, and up to which noise hides it."""
-_DEEP = 4
-"""Stages from which a body is peeled: through fewer, images descend as well from afar."""
+_DEEP = 4  # stages from which a body is peeled: through fewer, images descend as well from afar
 _MAPS = 4.0
 """Weight of the first stage's outputs over that of features: they are hundreds of times as many."""
 _DOUBT = 10.0
 """Factor of what is left unexplained of the stage behind, by which that weight is less."""
-_LOST = 0.5
-"""Unexplained share of a stage from which its maps are worth nothing."""
+_LOST = 0.5  # unexplained share of a stage from which its maps are worth nothing
 _COARSE_VARIATION, _FINE_VARIATION = 15.0, 0.05
 """Factor of the variation's weight for images from maps, and its last value over its first."""
 _WHOLE_VARIATION = 0.03
@@ -119,16 +115,10 @@ class _Phase:
 
     misfit: Callable[[Tensor], Misfit] | StagePeeling
     """The comparison, or the stages that are peeled first, while images stay as they are."""
-    iterations: int
-    """Number of steps of Adam."""
-    step_size: float
-    """First step size, in normalized pixels."""
-    total_variation: float
-    """Weight of the total variation at the beginning."""
-    labels: Tensor
-    """(N,) int64: labels of the images."""
-    feature_weight: float = 0.0
-    """Weight of the misfit of features."""
+    iterations: int  # number of steps of Adam
+    step_size: float  # first step size, in normalized pixels
+    total_variation: float  # weight of the total variation at the beginning
+    labels: Tensor  # (N,) int64: labels of the images
     features: Tensor | None = None
     """(N, d): features that images are to have; None as long as none are known."""
     final_variation: float = _FINAL_VARIATION
@@ -283,14 +273,13 @@ class _Phases:
         """Makes the phase that compares the direction of each tensor, classifier and all."""
         # Nothing is asked of the update's length, which far candidates meet by making it small.
         settings = self._settings
-        weight = _DIRECTION_FEATURES * settings.feature_weight
         misfit = WholeGradient(
             self._as_one,
             known.labels,
             width=settings.jump_width,
             calls=iterations,
             features=features,
-            weight=weight,
+            weight=_DIRECTION_FEATURES * settings.feature_weight,
         )
         return _Phase(
             misfit,
@@ -298,15 +287,13 @@ class _Phases:
             _DIRECTION_STEP * settings.step_size,
             _DIRECTION_VARIATION * settings.total_variation,
             known.labels,
-            weight,
             features,
             final_variation=_DIRECTION_FINAL,
         )
 
     def _plan_whole(self, features: Tensor, known: Signals, iterations: int) -> _Phase:
         """Makes the phase that compares the whole body's share of the update."""
-        settings = self._settings
-        weight, variation = settings.feature_weight, settings.total_variation
+        settings, variation = self._settings, self._settings.total_variation
         values = self._observation.num_images * math.prod(self._observation.model.input_shape)
         # As of a likelihood: twice the noise's variance times the prior's energy of all values.
         demanded = 2 * _PRIOR * values * relative_noise_variance(self._as_one, self._head)
@@ -314,7 +301,7 @@ class _Phases:
             self._as_one,
             features,
             known,
-            weight=weight,
+            weight=settings.feature_weight,
             width=settings.jump_width,
             calls=iterations,
             later=self._later_steps(known, iterations),
@@ -325,7 +312,6 @@ class _Phases:
             settings.step_size,
             max(variation, demanded),
             known.labels,
-            weight,
             features,
             contrast=1.0 if demanded > variation and self._contrast_seen < _FAINT else None,
         )
@@ -351,7 +337,6 @@ class _Phases:
             step_size=settings.step_size,
             total_variation=_COARSE_VARIATION * settings.total_variation,
             final_variation=max(_FINE_VARIATION, doubt),
-            feature_weight=weight,
         )
 
     def _plan_relaxation(
@@ -376,7 +361,6 @@ class _Phases:
             misfit.step_size,
             _RELAXED_VARIATION * variation if maps else variation,
             known.labels,
-            misfit.final_weight,
             features,
             final_variation=1.0,
             contrast=self._contrast(),
@@ -397,19 +381,19 @@ class _Phases:
         features = self.present.features
         if features is None:
             features = _features(self._observation, images)
-        known, weight = self._signals(features), settings.feature_weight
+        known = self._signals(features)
         misfit = WholeGradient(
             self._observation,
             known.labels,
             width=settings.jump_width,
             calls=iterations,
             features=features,
-            weight=weight,
+            weight=settings.feature_weight,
             by_part=True,
         )
         step_size = _FINE_STEP * settings.step_size
         return _Phase(
-            misfit, iterations, step_size, settings.total_variation, known.labels, weight, features
+            misfit, iterations, step_size, settings.total_variation, known.labels, features
         )
 
 
@@ -419,24 +403,18 @@ def _features(observation: Observation, images: Tensor) -> Tensor:
     return features_of(model, weights, observation.buffers, images, observation.training)
 
 
-_FINAL = 0.005
-"""Step size at the end, over that of the beginning."""
+_FINAL = 0.005  # step size at the end, over that of the beginning
 
 
 @dataclass(kw_only=True)
 class _FactoredInversionState(SearchState):
     """The candidate images and what they are compared with."""
 
-    recovered: Reconstruction | None
-    """Features as the head told them; None if it did not."""
-    phases: _Phases
-    """The phases of the descent."""
-    matching: Matching
-    """The observed update, for the range and the pixels of images."""
-    images: Tensor
-    """(N, C, H, W), normalized."""
-    pyramid: Pyramid
-    """The optimizer of the images."""
+    recovered: Reconstruction | None  # features as the head told them; None if it did not
+    phases: _Phases  # the phases of the descent
+    matching: Matching  # the observed update, for the range and the pixels of images
+    images: Tensor  # (N, C, H, W), normalized
+    pyramid: Pyramid  # the optimizer of the images
 
     @property
     def phase(self) -> _Phase:
@@ -542,7 +520,7 @@ class FactoredInversion(IterativeAttack[_FactoredInversionState]):
         variation, slope = chromatic_variation(images)
         # The loss has the final weight throughout, so that iterates of one phase can be compared.
         final = phase.final_variation * phase.total_variation
-        state.loss = misfit.update + phase.feature_weight * misfit.features + final * variation
+        state.loss = misfit.loss + final * variation
         # The variation's weight falls geometrically, to `final_variation` of itself.
         slope.mul_(phase.total_variation * phase.final_variation**done).add_(misfit.slope)
         if (distribution := state.phases.distribution) is not None:

@@ -55,10 +55,8 @@ class _Told:
 
     recovered: Reconstruction | None
     """Features, and which attack they are by; None if none are wanted."""
-    labels: Tensor
-    """(N,) int64, in the features' order."""
-    trust: Tensor | float
-    """(N,) in [0, 1]: weight of each image's features."""
+    labels: Tensor  # (N,) int64, in the features' order
+    trust: Tensor | float  # (N,) in [0, 1]: weight of each image's features
     sure: bool
     """Whether features are in so little doubt that labels and error signals are read off them."""
 
@@ -248,10 +246,8 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
             )
             return loss, slope
         misfit, (varies, slope) = state.body(images), variation(images)
-        loss = misfit.update + self.feature_weight * misfit.features
-        return loss + self.total_variation * varies, misfit.slope.add(
-            slope, alpha=self.total_variation
-        )
+        slope = misfit.slope.add(slope, alpha=self.total_variation)
+        return misfit.loss + self.total_variation * varies, slope
 
     def _body(self, observation: Observation, told: _Told) -> PartGradient | None:
         """Prepares the body's share of the update, if error signals are wanted and known."""

@@ -26,18 +26,15 @@ from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.images_from_features._heads import are_determined, head_of, recover, signals
 
-_SIDE = 16
-"""Side of a distribution's images in pixels, at most: finer detail is not in features."""
+_SIDE = 16  # side of a distribution's images in pixels, at most: finer detail is not in features
 _CHUNK = 256
 """Public images at a time: with batch norm in train mode, those whose statistics they share."""
 _STRENGTHS: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(-12, 5))
 """Strengths of the ridge, over the mean variance of a feature."""
 _LEAST_VARIANCE = 1e-3
 """Least variance of a normalized pixel in any direction: rounding and compression."""
-_ROUNDING = 1e-12
-"""Share of the targets' energy below which a residual is rounding (float32)."""
-_TIE = 1e-6
-"""Relative difference of cross-validated errors up to which they are the same."""
+_ROUNDING = 1e-12  # share of the targets' energy below which a residual is rounding (float32)
+_TIE = 1e-6  # relative difference of cross-validated errors up to which they are the same
 
 
 @final

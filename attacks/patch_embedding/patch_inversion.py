@@ -41,14 +41,10 @@ _ALIKE = 1e-4  # relative distance of two gradients up to which they are the sam
 class _PatchLayer:
     """Names of the patch and position embeddings, and which pixels and rows each patch has."""
 
-    weight: str
-    """Name of the embedding's weight, (d, m) once flattened, of m pixels a patch."""
-    position: str
-    """Name of the position embedding, (n, d) once flattened."""
-    rows: Tensor
-    """(P,) int64: the row of the position embedding of each patch."""
-    pixels: Tensor
-    """(P, m) int64: pixels of a flattened image in each patch, in the weight's order."""
+    weight: str  # name of the embedding's weight, (d, m) once flattened, of m pixels a patch
+    position: str  # name of the position embedding, (n, d) once flattened
+    rows: Tensor  # (P,) int64: the row of the position embedding of each patch
+    pixels: Tensor  # (P, m) int64: pixels of a flattened image in each patch, in the weight's order
 
 
 def _find_patch_layer(model: Classifier, observation: Observation) -> _PatchLayer:
@@ -173,12 +169,9 @@ _REACH = 0.5  # distance over which the correlation of pixels falls to 1/e, in s
 class _SolvedPatches(NamedTuple):
     """Patches that were solved for, and how certain they are."""
 
-    values: Tensor
-    """(P, m): posterior means of the patches' entries."""
-    variances: Tensor
-    """(P,): posterior variance of a patch's entry, in units of its prior variance."""
-    unexplained: float
-    """Share of the gradient's energy that the patches do not explain."""
+    values: Tensor  # (P, m): posterior means of the patches' entries
+    variances: Tensor  # (P,): posterior variance of a patch's entry, in units of its prior variance
+    unexplained: float  # share of the gradient's energy that the patches do not explain
 
 
 def _correlation(centers: Tensor) -> Tensor:

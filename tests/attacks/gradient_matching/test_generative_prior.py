@@ -163,11 +163,6 @@ def test_it_trains_before_it_searches_where_public_images_are_granted():
         attack.init(observation, other, rng.generator(0, "attack"))
 
 
-def test_a_file_gives_back_its_generator(file):
-    codes = example_codes(2)
-    assert torch.equal(_read_generator(file, SHAPE, "public")(codes), example_generator()(codes))
-
-
 def test_files_that_do_not_fit_are_refused(file, tmp_path):
     def refused(path, message, shape=SHAPE):
         with pytest.raises(FedsimError, match=message):
