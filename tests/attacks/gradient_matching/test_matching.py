@@ -162,15 +162,7 @@ def weighted(update, target):
         (reweighted_cosine([1.0, 3.0], summed=True), weighted),
         (reweighted_cosine([1.0, 3.0]), lambda u, t: weighted(u, t) / 4),
     ],
-    ids=[
-        "cosine",
-        "squared",
-        "gaussian",
-        "likelihood",
-        "scaled",
-        "sum of cosines",
-        "mean of cosines",
-    ],
+    ids=["cosine", "squared", "gaussian", "likelihood", "scaled", "sum of cosines", "mean"],
 )
 def test_a_distance_is_its_formula_with_its_derivative(distance, formula):
     stream = torch.Generator().manual_seed(0)
