@@ -54,12 +54,12 @@ class Body:
 
     def __init__(self, observation: Observation, width: float | Tensor) -> None:
         """Rebuilds the body; `width` is that of slopes' jumps; a 0-d tensor may change later."""
-        self.input_shape = observation.model.input_shape
+        self.observation = observation
         self.model = rebuild(observation)
         accelerate(self.model)
         if width:
             smooth(self.model, width)
-        self._windows = drop_dead_weights(self.model, self.input_shape)
+        self._windows = drop_dead_weights(self.model, observation.model.input_shape)
         self.model.train(observation.training.mode == "train")
         # Weights are cut and brought to their memory order once, and not in each iteration.
         for module_name, module in self.model.named_modules():
@@ -92,31 +92,22 @@ _LEAST_SHARE = 0.02  # least share of one step's gradient in an update of severa
 class PartUpdate:
     """The observed update of a part of the body."""
 
-    def __init__(
-        self,
-        observation: Observation,
-        body: Body,
-        part: Part,
-        scale: Tensor,
-        *,
-        approximate: bool = False,
-    ) -> None:
+    def __init__(self, body: Body, part: Part, scale: Tensor, *, approximate: bool = False) -> None:
         """Reads the update of a part.
 
         Args:
-            observation: The whole update.
             body: The victim's body.
             part: Layers of that body.
             scale: Factor (0-d) that the defense has applied, which is undone.
             approximate: Whether several steps were taken: a gradient then has a fitted factor.
         """
-        update = {name: observation.update[name] / scale for name, _ in part.parameters}
+        update = {name: body.observation.update[name] / scale for name, _ in part.parameters}
         self._target = [
             lay_out(body.without_padding(name, tensor)) for name, tensor in update.items()
         ]
-        self._bounds = _bounds(observation, update)
+        self._bounds = _bounds(body.observation, update)
         self._names = list(update)
-        self._clipped = observation.effect.scaled
+        self._clipped = body.observation.effect.scaled
         self._scaled, self._share = approximate, 1.0
         """Whether a gradient is multiplied by the factor that fits best, and its known share."""
         self._added: list[Tensor] | None = None
@@ -271,7 +262,6 @@ class PartGradient:
 
     def __init__(
         self,
-        observation: Observation,
         body: Body,
         part: Part,
         target: StageTarget,
@@ -283,7 +273,6 @@ class PartGradient:
         """Prepares the comparison.
 
         Args:
-            observation: An update of one gradient, or one that was made of several steps.
             body: The victim's body.
             part: Layers of that body.
             target: Outputs of these layers and their error signals.
@@ -295,7 +284,7 @@ class PartGradient:
         self._function, self._target, self._weight = part.function, target, weight
         self._parameters = [parameter for _, parameter in part.parameters]
         several = later is not None
-        self._update = PartUpdate(observation, body, part, target.scale, approximate=several)
+        self._update = PartUpdate(body, part, target.scale, approximate=several)
         self._outputs, self._errors = target.outputs.flatten(1), target.errors.flatten(1)
         self._lengths = self._outputs.square().sum(1, keepdim=True)
         # A tape would go on as before a correction.
@@ -328,7 +317,7 @@ class PartGradient:
         body = Body(observation, width)
         whole = Part(body.model.features, body.parameters(body.model.body))
         target = StageTarget(features, known.errors, known.scale)
-        return cls(observation, body, whole, target, weight=weight, calls=calls, later=later)
+        return cls(body, whole, target, weight=weight, calls=calls, later=later)
 
     def __call__(self, inputs: Tensor) -> Misfit:
         """Evaluates the misfit at `inputs` (N, ...)."""

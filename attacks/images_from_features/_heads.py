@@ -12,7 +12,7 @@ there goes down to the answer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -55,12 +55,12 @@ def resolved(source: FeatureSource) -> FeatureSource:
     """Completes `source` by default parameters, or raises ValueError; `suited` and `none` stay."""
     if source in (SUITED, NONE):
         return source
-    named: Mapping[str, Any] = {"name": source} if isinstance(source, str) else source
-    name = named.get("name")
+    parameters = {"name": source} if isinstance(source, str) else dict(source)
+    name = parameters.pop("name", None)
     if not isinstance(name, str):
         raise ValueError("expected an attack's name, or {name: ..., its parameters}")
     try:
-        attack = create(name, {key: named[key] for key in named if key != "name"})
+        attack = create(name, parameters)
     except ValidationError as error:
         wrong = [".".join([name, *map(str, e["loc"])]) + f": {e['msg']}" for e in error.errors()]
         raise ValueError("; ".join(wrong)) from None
@@ -261,7 +261,7 @@ def _at(problem: Consistency, features: Tensor, iterations: int = 0) -> Fits:
 
 _ITERATIONS = 1500  # iterations of the fit behind pruning and rounding; it mostly ends earlier
 _ALL = 1e-5  # share of ∂L/∂A that features may leave where there is no noise
-EXCHANGED = 0.1
+_EXCHANGED = 0.1
 """Share of their difference that two features which are hard to tell apart may have exchanged."""
 _CHANCE = 4.0
 """Gain over that which as many unknowns have by fitting noise alone, up to which it is chance."""
@@ -277,7 +277,7 @@ def are_explained(head: Head, features: Tensor) -> bool:
     return _misfit(head, features) < most
 
 
-def are_determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -> bool:
+def are_determined(head: Head, features: Tensor, exchanged: float = _EXCHANGED) -> bool:
     """Says whether moving `features` (N, d) by a share `exchanged` explains the gradient worse."""
     features = features.cpu()
     if head.exact:

@@ -221,7 +221,7 @@ class StagedBody:
         device = observation.device
         self._width = torch.tensor(float(width), device=device)
         self.body = Body(observation, self._width)
-        self.stages = _cut_into_stages(self.body, observation.num_images, rng)
+        self.stages = _cut_into_stages(self.body, rng)
 
     def narrow(self, done: float) -> None:
         """Sets the width of the smoothed jumps, which falls to a tenth at `done` = 1."""
@@ -249,9 +249,10 @@ class StagedBody:
         return maps
 
 
-def _cut_into_stages(body: Body, num_images: int, rng: torch.Generator) -> list[_Stage]:
+def _cut_into_stages(body: Body, rng: torch.Generator) -> list[_Stage]:
     """Cuts a body into stages from images to features, or returns it as one stage."""
-    images = torch.randn(num_images, *body.input_shape, generator=rng)
+    seen = body.observation
+    images = torch.randn(seen.num_images, *seen.model.input_shape, generator=rng)
     images = images.to(next(body.model.parameters()).device)
     every = body.parameters(body.model.body)
     # Noted with other images, so that a body whose way depends on them is found out below.
@@ -297,24 +298,17 @@ class StagePeeling:
     """Recovers the inputs of the last stage, then of the one before, down to the second."""
 
     def __init__(
-        self,
-        observation: Observation,
-        staged: StagedBody,
-        target: StageTarget,
-        rng: torch.Generator,
-        *,
-        steps: int,
+        self, staged: StagedBody, target: StageTarget, rng: torch.Generator, *, steps: int
     ) -> None:
         """Begins with the last stage.
 
         Args:
-            observation: An update of one gradient.
-            staged: The victim's body.
+            staged: The victim's body, with an update of one gradient.
             target: Outputs of the last stage, the features, and their error signals.
             rng: Source of the inputs that each stage starts at, on the CPU.
             steps: Number of steps of Adam for each stage.
         """
-        self._rng, self._observation, self._staged = rng, observation, staged
+        self._rng, self._staged = rng, staged
         self._steps, self._target = steps, target
         self.unexplained = math.inf
         """Least loss of the stage peeled last, relative; infinite before one is peeled."""
@@ -337,7 +331,7 @@ class StagePeeling:
 
     def _problem(self, stage: _Stage, weight: float, calls: int) -> PartGradient:
         body, target = self._staged.body, self._target
-        return PartGradient(self._observation, body, stage.part, target, weight=weight, calls=calls)
+        return PartGradient(body, stage.part, target, weight=weight, calls=calls)
 
     def _peel(self) -> Iterator[Tensor]:
         """Yields the loss (0-d) of each step of each stage, from the last to the second."""
@@ -389,7 +383,6 @@ class Relaxation:
 
     def __init__(
         self,
-        observation: Observation,
         staged: StagedBody,
         target: StageTarget,
         images: Tensor,
@@ -402,8 +395,7 @@ class Relaxation:
         """Prepares the descent.
 
         Args:
-            observation: An update of one gradient, or one that was made of several steps.
-            staged: The victim's body.
+            staged: The victim's body, with an update that is taken for one gradient.
             target: Outputs of the last stage, the features, and their error signals.
             images: Normalized images (N, C, H, W) to start from.
             maps: Inputs of all other stages to start from, up to a factor for each image; those of
@@ -418,9 +410,7 @@ class Relaxation:
         self._staged, self._target = staged, target
         self._later = later
         self._updates = [
-            PartUpdate(
-                observation, staged.body, stage.part, target.scale, approximate=later is not None
-            )
+            PartUpdate(staged.body, stage.part, target.scale, approximate=later is not None)
             for stage in staged.stages
         ]
         self._energy = nonzero_energy(torch.stack([each.energy for each in self._updates]).sum())

@@ -265,7 +265,7 @@ class _Phases:
         # Peeling passes on what noise and later steps leave open: there all stages go together.
         steps = 0 if self._several or noisy else int(_PEELED * iterations)
         target = StageTarget(features, known.errors, known.scale)
-        peeling = StagePeeling(self._as_one, self._staged, target, self._stream, steps=steps)
+        peeling = StagePeeling(self._staged, target, self._stream, steps=steps)
         self._plans.insert(0, partial(self._plan_first_stage, known, iterations))
         return _Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
 
@@ -346,7 +346,6 @@ class _Phases:
         features, variation = self.present.features, self._settings.total_variation
         assert features is not None
         misfit = Relaxation(
-            self._as_one,
             self._staged,
             StageTarget(features, known.errors, known.scale),
             images,

@@ -55,7 +55,7 @@ def test_every_stage_is_zero_at_the_truth(defense, mode, norm):
     for i, stage in reversed(list(enumerate(cut.stages))):
         if target.unscaled:  # known up to a factor, which the inputs tell
             target = target._replace(outputs=3 * target.outputs, errors=target.errors / 3)
-        gradient = PartGradient(observation, cut.body, stage.part, target, weight=1.0, calls=1)
+        gradient = PartGradient(cut.body, stage.part, target, weight=1.0, calls=1)
         right = gradient(found[i])
         assert float(right.update) < 1e-6
         assert float(right.features) < 1e-6
@@ -69,7 +69,7 @@ def relaxation(observation, truth, images, maps, steps=1, later=None):
     body, known = staged(observation), signals(observation, truth.features)
     target = StageTarget(truth.features, known.errors, known.scale)
     options = {"noise": 0.0, "later": later, "steps": steps}
-    made = Relaxation(observation, body, target, images, maps, **options)
+    made = Relaxation(body, target, images, maps, **options)
     return made, body.maps(normalize(truth.images, observation.model))
 
 
