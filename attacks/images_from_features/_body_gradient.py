@@ -295,7 +295,6 @@ class PartGradient:
     def of_body(
         cls,
         observation: Observation,
-        features: Tensor,
         known: Signals,
         *,
         weight: float,
@@ -307,8 +306,7 @@ class PartGradient:
 
         Args:
             observation: An update of one gradient, or one that was made of several steps.
-            features: Features (N, d) of the images.
-            known: Signals that these tell.
+            known: Features of the images, and their error signals.
             weight: Factor of the misfit of features in the slope.
             width: Width of the smoothed jumps of slopes; 0 leaves them.
             calls: Number of evaluations to come.
@@ -316,7 +314,7 @@ class PartGradient:
         """
         body = Body(observation, width)
         whole = Part(body.model.features, body.parameters(body.model.body))
-        target = StageTarget(features, known.errors, known.scale)
+        target = StageTarget(known.features, known.errors, known.scale)
         return cls(body, whole, target, weight=weight, calls=calls, later=later)
 
     def __call__(self, inputs: Tensor) -> Misfit:

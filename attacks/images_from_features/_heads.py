@@ -184,8 +184,10 @@ def noise_share(observation: Observation, head: Head, names: Collection[str] = (
 
 
 class Signals(NamedTuple):
-    """Labels, error signals and clipping of images, as their features tell them."""
+    """Features of images, and what these tell: labels, error signals and clipping."""
 
+    features: Tensor
+    """(N, d)."""
     labels: Tensor
     """(N,) int64."""
     errors: Tensor
@@ -202,13 +204,16 @@ def signals(observation: Observation, features: Tensor, labels: Tensor | None = 
     known = None if labels is None else labels.cpu()
     observed, head = move_tensors(observation, "cpu"), head_of(observation)
     if isinstance(head, ClassifierGradient):
-        found = Signals(*derive_signals(head, features.cpu(), known))
+        found = derive_signals(head, features.cpu(), known)
     else:
         found = _planted_signals(rebuild(observed).eval(), head, features.cpu())
-    return Signals(*(each.to(features.device) for each in found))
+    return Signals(features, *(each.to(features.device) for each in found))
 
 
-def _planted_signals(model: Classifier, head: HeadGradient, features: Tensor) -> Signals:
+def _planted_signals(
+    model: Classifier, head: HeadGradient, features: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Derives labels, error signals and the scale behind a two-layer head."""
     with torch.no_grad():
         observed = Objective(head)(features).errors
         labels = labels_of(head, features, observed)
@@ -216,14 +221,14 @@ def _planted_signals(model: Classifier, head: HeadGradient, features: Tensor) ->
         # Dropped neurons are in S already, which is read off ∂L/∂W = S X: no head need be run.
         shares = head.grad_hidden.double() @ torch.linalg.pinv(features.double())  # (m, N)
         errors_read = (shares.T @ head.hidden.double()).to(features.dtype)
-        return Signals(labels, errors_read, observed.new_ones(()))
+        return labels, errors_read, observed.new_ones(())
     features = features.detach().requires_grad_()
     logits = model.head(features)
     (errors,) = torch.autograd.grad(F.cross_entropy(logits, labels), features)
     expected = (logits.detach().softmax(1) - F.one_hot(labels, logits.shape[1])).T / len(labels)
     # Least squares of observed ≈ scale · expected: what clipping has multiplied by.
     scale = (observed * expected).sum() / expected.square().sum()
-    return Signals(labels, errors, scale if head.clipped else torch.ones_like(scale))
+    return labels, errors, scale if head.clipped else torch.ones_like(scale)
 
 
 _CLASSIFIER_ITERATIONS = 120  # iterations of a descent from features of images

@@ -259,8 +259,8 @@ class _Phases:
             ordinary = isinstance(self._head, ClassifierGradient) and self._head.exact
             trained = any(stage.part.parameters for stage in self._staged.stages)
             if not trained or (ordinary and not self._several):
-                return self._plan_direction(features, known, iterations)
-            return self._plan_whole(features, known, iterations)
+                return self._plan_direction(known, iterations)
+            return self._plan_whole(known, iterations)
         noisy = noise_share(self._as_one, self._head) > _TOO_NOISY_TO_PEEL
         # Peeling passes on what noise and later steps leave open: there all stages go together.
         steps = 0 if self._several or noisy else int(_PEELED * iterations)
@@ -269,7 +269,7 @@ class _Phases:
         self._plans.insert(0, partial(self._plan_first_stage, known, iterations))
         return _Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
 
-    def _plan_direction(self, features: Tensor, known: Signals, iterations: int) -> _Phase:
+    def _plan_direction(self, known: Signals, iterations: int) -> _Phase:
         """Makes the phase that compares the direction of each tensor, classifier and all."""
         # Nothing is asked of the update's length, which far candidates meet by making it small.
         settings = self._settings
@@ -278,7 +278,7 @@ class _Phases:
             known.labels,
             width=settings.jump_width,
             calls=iterations,
-            features=features,
+            features=known.features,
             weight=_DIRECTION_FEATURES * settings.feature_weight,
         )
         return _Phase(
@@ -287,11 +287,11 @@ class _Phases:
             _DIRECTION_STEP * settings.step_size,
             _DIRECTION_VARIATION * settings.total_variation,
             known.labels,
-            features,
+            known.features,
             final_variation=_DIRECTION_FINAL,
         )
 
-    def _plan_whole(self, features: Tensor, known: Signals, iterations: int) -> _Phase:
+    def _plan_whole(self, known: Signals, iterations: int) -> _Phase:
         """Makes the phase that compares the whole body's share of the update."""
         settings, variation = self._settings, self._settings.total_variation
         values = self._observation.num_images * math.prod(self._observation.model.input_shape)
@@ -299,7 +299,6 @@ class _Phases:
         demanded = 2 * _PRIOR * values * relative_noise_variance(self._as_one, self._head)
         misfit = PartGradient.of_body(
             self._as_one,
-            features,
             known,
             weight=settings.feature_weight,
             width=settings.jump_width,
@@ -312,7 +311,7 @@ class _Phases:
             settings.step_size,
             max(variation, demanded),
             known.labels,
-            features,
+            known.features,
             contrast=1.0 if demanded > variation and self._contrast_seen < _FAINT else None,
         )
 
@@ -343,11 +342,10 @@ class _Phases:
         self, known: Signals, maps: list[Tensor], iterations: int, images: Tensor
     ) -> _Phase:
         """Makes the phase of all stages together, from their inputs (but the images), if known."""
-        features, variation = self.present.features, self._settings.total_variation
-        assert features is not None
+        variation = self._settings.total_variation
         misfit = Relaxation(
             self._staged,
-            StageTarget(features, known.errors, known.scale),
+            StageTarget(known.features, known.errors, known.scale),
             images,
             maps,
             noise=noise_share(self._as_one, self._head),
@@ -360,7 +358,7 @@ class _Phases:
             misfit.step_size,
             _RELAXED_VARIATION * variation if maps else variation,
             known.labels,
-            features,
+            known.features,
             final_variation=1.0,
             contrast=self._contrast(),
         )

@@ -257,7 +257,6 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
             return None
         return PartGradient.of_body(
             observation,
-            told.features,
             signals(observation, told.features),
             weight=self.feature_weight,
             width=self.jump_width,

@@ -41,7 +41,7 @@ def misfit(observation, truth, images, width=0.0):
         {"weight": 1.0, "width": width, "calls": 1},
     )
     if observation.training.steps == 1:
-        objective = PartGradient.of_body(observation, truth.features, known, **options)
+        objective = PartGradient.of_body(observation, known, **options)
     else:
         objective = WholeGradient(
             observation, known.labels, features=truth.features, by_part=True, **options

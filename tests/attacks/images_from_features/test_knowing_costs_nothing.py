@@ -90,6 +90,6 @@ def test_noise_that_no_sum_shows_leaves_a_spread():
 def test_a_body_may_end_in_a_bias_that_no_image_moves():
     seen, truth = observe({"name": "precode"})
     known = signals(seen, truth.features)
-    objective = PartGradient.of_body(seen, truth.features, known, weight=1.0, width=1.0, calls=1)
+    objective = PartGradient.of_body(seen, known, weight=1.0, width=1.0, calls=1)
     slope = objective(normalize(truth.images, seen.model)).slope
     assert bool(slope.isfinite().all()) and bool(slope.any())
