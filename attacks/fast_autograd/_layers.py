@@ -204,12 +204,7 @@ class _NormalizationGradient(torch.autograd.Function):
             to_x = torch.addcmul(minus * mean_h, minus * r * q, vx)
             to_x.addcmul_(r * of_hat, gy).addcmul_(minus * mean_hhat, hat)
             to_gamma = r * (sum_vg - a * sum_g - p * sum_ghat) if wants_gamma else None
-        return (
-            to_gy,
-            to_x,
-            None if to_gamma is None else layer.channel(to_gamma),
-            *(None,) * 4,
-        )
+        return (to_gy, to_x, None if to_gamma is None else layer.channel(to_gamma), *(None,) * 4)
 
 
 def relu(x: Tensor) -> Tensor:

@@ -54,10 +54,7 @@ class PriorOnly(IterativeAttack[_Drawn]):
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> _Drawn:
         """Draws random weights or pixels; of the observation only the images' shape is used."""
         settings = DrawingSettings(
-            canvas=self.prior,
-            iterations=self.iterations,
-            width=self.width,
-            rate=self.learning_rate,
+            canvas=self.prior, iterations=self.iterations, width=self.width, rate=self.learning_rate
         )
         seed = int(torch.randint(2**31, (), generator=rng))
         drawing = Drawing(settings, observation, rng, seed=seed)

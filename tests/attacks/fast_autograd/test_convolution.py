@@ -1,28 +1,21 @@
 """Fast layers agree with PyTorch's, and replayed operations compute the same bits, or none."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from pretended_device import DEVICE, pretended
-from torch import Tensor, nn
+from torch import nn
 
 from fedsim_attacks.fast_autograd import _convolution, _second_order
-from fedsim_attacks.fast_autograd._convolution import (
-    ConvolutionShape,
-    Geometry,
-    Winograd,
-)
+from fedsim_attacks.fast_autograd._convolution import ConvolutionShape, Geometry, Winograd
 from fedsim_attacks.fast_autograd._layers import batch_norm, group_norm
 from fedsim_attacks.fast_autograd._tape import Tape, _NoReading
 
 
-def test_winograd_rounds_little_in_single_precision() -> None:
+def test_winograd_rounds_little_in_single_precision():
     stream = torch.Generator().manual_seed(0)
     x = torch.randn(1, 256, 16, 16, generator=stream)
     w = torch.randn(256, 256, 3, 3, generator=stream)
@@ -34,9 +27,7 @@ def test_winograd_rounds_little_in_single_precision() -> None:
 
 
 @pytest.mark.parametrize("change", ["in place", "another tensor"])
-def test_a_layer_notices_that_its_weights_have_changed(
-    change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_notices_that_its_weights_have_changed(change, monkeypatch):
     monkeypatch.setattr(_second_order, "_WORTHWHILE", 0)
     monkeypatch.setattr(_convolution, "_CHANNELS", 1)
     monkeypatch.setattr(_convolution, "_TILES", 1)
@@ -56,7 +47,7 @@ def test_a_layer_notices_that_its_weights_have_changed(
 _LAYOUTS = ("rows", "channels last", "every other column")
 
 
-def _laid(layout: str, stream: torch.Generator) -> Tensor:
+def _laid(layout, stream):
     """Draws (3, 16, 4, 4)."""
     shape = (3, 16, 4, 4)
     if layout == "one value of each map":
@@ -70,7 +61,7 @@ def _laid(layout: str, stream: torch.Generator) -> Tensor:
 @pytest.mark.parametrize("of_input", _LAYOUTS)
 @pytest.mark.parametrize("of_gradient", (*_LAYOUTS, "one value of each map"))
 @pytest.mark.parametrize("kind", ["group", "batch"])
-def test_slopes_do_not_depend_on_memory_order(kind: str, of_input: str, of_gradient: str) -> None:
+def test_slopes_do_not_depend_on_memory_order(kind, of_input, of_gradient):
     """PyTorch's kernels of some versions read gradients as if they lay as inputs do."""
     stream = torch.Generator().manual_seed(3)
     x, gy, v = _laid(of_input, stream), _laid(of_gradient, stream), _laid("rows", stream)
@@ -79,7 +70,7 @@ def test_slopes_do_not_depend_on_memory_order(kind: str, of_input: str, of_gradi
     with torch.no_grad():
         module.weight.uniform_(0.5, 2, generator=stream)
 
-    def slopes(layer: Any, inputs: Tensor, cotangent: Tensor) -> list[Tensor]:
+    def slopes(layer, inputs, cotangent):
         inputs = inputs.detach().requires_grad_()
         # No leaf, as behind a layer: of a leaf the fast layers compute no slope.
         behind = inputs * 1.0
@@ -102,14 +93,14 @@ over_devices = pytest.mark.parametrize(
 
 
 @over_devices
-def test_a_replay_computes_without_the_function(device: str) -> None:
+def test_a_replay_computes_without_the_function(device):
     """It runs for the first result, the recording and the check; tensors it holds are read anew."""
 
     class Scaled:
         factor = torch.ones((), device=device)
         calls = 0
 
-        def times(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        def times(self, x, y):
             self.calls += 1
             return self.factor * x, x @ y
 
@@ -125,7 +116,7 @@ def test_a_replay_computes_without_the_function(device: str) -> None:
 
 
 @over_devices
-def test_a_function_that_branches_on_values_is_called(device: str) -> None:
+def test_a_function_that_branches_on_values_is_called(device):
     """Recorded, it would take the branch of the first inputs."""
     tape = Tape(lambda x: (x if x.sum() > 0 else -x,))
     for value in (1.0, -1.0, 1.0, -1.0):
@@ -133,7 +124,7 @@ def test_a_function_that_branches_on_values_is_called(device: str) -> None:
 
 
 @over_devices
-def test_a_function_that_does_not_repeat_itself_is_called(device: str) -> None:
+def test_a_function_that_does_not_repeat_itself_is_called(device):
     """What is random or has a memory is no list of operations."""
     memory = iter(range(100))
     tape = Tape(lambda x: (x + next(memory),))
@@ -142,7 +133,7 @@ def test_a_function_that_does_not_repeat_itself_is_called(device: str) -> None:
 
 
 @over_devices
-def test_a_caller_may_write_into_results(device: str) -> None:
+def test_a_caller_may_write_into_results(device):
     """Each call has memory of its own."""
     tape = Tape(lambda x: (x * 2,))
     for _ in range(5):
@@ -151,11 +142,11 @@ def test_a_caller_may_write_into_results(device: str) -> None:
         result.zero_()
 
 
-def test_what_reads_a_value_or_another_device_is_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_reads_a_value_or_another_device_is_no_graph(monkeypatch):
     """A graph would keep what it read; and a capture that fails leaves its stream behind."""
     with pretended(monkeypatch):
         there, number = torch.ones(3).to(DEVICE), torch.ones(())
-        with _NoReading():  # type: ignore[no-untyped-call]
+        with _NoReading():
             assert (2.0 * there).sum().ndim == 0
             for reading in (lambda: float(there.sum()), lambda: there * number, there.nonzero):
                 with pytest.raises(RuntimeError, match="reads"):

@@ -12,11 +12,7 @@ from fedsim.types import LocalTraining
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import factored_inversion
 from fedsim_attacks.images_from_features._body_gradient import PartGradient, WholeGradient
-from fedsim_attacks.images_from_features._heads import (
-    are_determined,
-    are_explained,
-    refit_features,
-)
+from fedsim_attacks.images_from_features._heads import are_determined, are_explained, refit_features
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
 HEAD = {"width": 1600, "planted": 1024, "planted_std": 0.1, "planted_gain": 0.1}

@@ -11,10 +11,7 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing.cases import example_batch
 from fedsim_attacks.gradient_matching._image_priors import expose, trusted_contrast
 from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.images_from_features._body_gradient import (
-    PartGradient,
-    WholeGradient,
-)
+from fedsim_attacks.images_from_features._body_gradient import PartGradient, WholeGradient
 from fedsim_attacks.images_from_features._heads import noise_share
 from fedsim_attacks.images_from_features._stages import Relaxation, StagePeeling
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion

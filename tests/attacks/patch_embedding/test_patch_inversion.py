@@ -1,19 +1,16 @@
 """What is known of patches and their equations: exact answers, laws, and honest uncertainty."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fedsim
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.testing import make_observation
-from fedsim.types import Effect, LocalTraining, Reconstruction
+from fedsim.types import Effect, LocalTraining
 from fedsim_attacks.patch_embedding.patch_inversion import (
     PatchInversion,
     _correlation,
@@ -24,46 +21,40 @@ SMALL = {"patch": 4, "width": 32, "heads": 2}
 """16 patches of a 16x16 image, in tokens of 32 entries."""
 
 
-def _image(seed: int = 0, channels: int = 3) -> tuple[Tensor, Tensor]:
+def _image(seed=0):
     """A smooth image of 16x16, in 8 bits, and its label."""
-    coarse = torch.rand(1, channels, 5, 5, generator=torch.Generator().manual_seed(seed))
+    coarse = torch.rand(1, 3, 5, 5, generator=torch.Generator().manual_seed(seed))
     fine = nn.functional.interpolate(coarse, (16, 16), mode="bicubic", align_corners=True)
     return (fine.clamp(0, 1) * 255).round() / 255, torch.tensor([seed % 10])
 
 
-def _attacked(
-    seed: int = 0, model: dict[str, Any] | None = None, **settings: Any
-) -> tuple[Reconstruction, float]:
+def _attacked(seed=0, model=None, **settings):
     """The answer and its PSNR."""
     images, labels = _image(seed)
-    parameters = {**SMALL, **(model or {})}
-    observation, _ = make_observation(
-        images, labels, model="vit", model_parameters=parameters, seed=seed, **settings
-    )
+    options = {"model": "vit", "model_parameters": {**SMALL, **(model or {})}, **settings}
+    observation, _ = make_observation(images, labels, seed=seed, **options)
     found = solve(PatchInversion(), observation, Knowledge(), seed=0).reconstruction
     return found, _psnr(found.images, images)
 
 
-def _psnr(found: Tensor, images: Tensor) -> float:
+def _psnr(found, images):
     return float(-10 * (found - images).square().mean().log10())
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("pool", ["class_token", "mean"])
 @pytest.mark.parametrize("head", [None, {"width": 64}], ids=["linear", "two_layers"])
-def test_one_image_is_exact(norm: str, pool: str, head: dict[str, int] | None) -> None:
+def test_one_image_is_exact(norm, pool, head):
     found, psnr = _attacked(1, {"norm": norm, "pool": pool, "head": head})
     assert psnr > 50
     assert bool(found.determined)
-    assert found.labels is not None and found.labels.tolist() == [1]
+    assert found.labels.tolist() == [1]
     assert found.loss < 1e-10
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("defense", [[], [{"name": "clip", "norm": 1e-3}]], ids=["none", "clip"])
-def test_local_steps_on_the_image_leave_it_exact(
-    momentum: float, defense: list[dict[str, Any]]
-) -> None:
+def test_local_steps_on_the_image_leave_it_exact(momentum, defense):
     """However far the model moves: the steps' signals add up in both gradients."""
     training = LocalTraining(
         algorithm="fedavg", steps=5, batch_size=1, lr=0.1, batches="same", momentum=momentum
@@ -73,7 +64,7 @@ def test_local_steps_on_the_image_leave_it_exact(
     assert bool(found.determined)
 
 
-def test_tokens_with_fewer_entries_than_patches_leave_the_image_open() -> None:
+def test_tokens_with_fewer_entries_than_patches_leave_the_image_open():
     found, psnr = _attacked(4, {"width": 14})
     grey = _psnr(torch.full((1, 3, 16, 16), 0.5), _image(4)[0])
     assert psnr > grey + 3
@@ -95,14 +86,14 @@ def test_tokens_with_fewer_entries_than_patches_leave_the_image_open() -> None:
     ],
     ids=lambda defense: "-".join(map(str, defense.values())),
 )
-def test_no_image_is_called_determined_that_is_not(defense: dict[str, Any]) -> None:
+def test_no_image_is_called_determined_that_is_not(defense):
     for seed in range(3):
         for model in ({}, {"norm": "post", "width": 18}):
             found, psnr = _attacked(seed, model, defense=[defense])
             assert psnr > 40 or not bool(found.determined), (seed, model, psnr)
 
 
-def test_patches_are_solved_for_and_their_error_is_foretold() -> None:
+def test_patches_are_solved_for_and_their_error_is_foretold():
     """Of a made-up gradient with noise of known variance, and of one without."""
     stream = torch.Generator().manual_seed(5)
     patches, width, pixels = 9, 24, 40
@@ -128,21 +119,20 @@ def test_patches_are_solved_for_and_their_error_is_foretold() -> None:
 class _Rows(nn.Module):
     """Takes each row of an image as a patch, embedded by a linear layer, positions on request."""
 
-    def __init__(self, trained: bool) -> None:
+    def __init__(self, trained):
         super().__init__()
         self.embed = nn.Linear(24, 32)
         self.where = nn.Parameter(0.1 * torch.randn(8, 32), requires_grad=trained)
         self.block = nn.TransformerEncoderLayer(32, 2, 64, dropout=0, batch_first=True)
         self.classify = nn.Linear(32, 10)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         rows = images.permute(0, 2, 1, 3).flatten(2)
-        answer: Tensor = self.classify(self.block(self.embed(rows) + self.where).mean(1))
-        return answer
+        return self.classify(self.block(self.embed(rows) + self.where).mean(1))
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_models_own_patches_are_found_if_their_positions_are_trained(trained: bool) -> None:
+def test_a_models_own_patches_are_found_if_their_positions_are_trained(trained):
     torch.manual_seed(7)
     model = _Rows(trained)
     images, labels = torch.rand(1, 3, 8, 8), torch.tensor([2])
@@ -158,7 +148,7 @@ def test_a_models_own_patches_are_found_if_their_positions_are_trained(trained: 
     assert _psnr(found.images, images) > 50
 
 
-def test_what_cannot_be_solved_is_refused_in_words() -> None:
+def test_what_cannot_be_solved_is_refused_in_words():
     images, labels = torch.rand(2, 3, 16, 16), torch.tensor([1, 2])
     several, _ = make_observation(images, labels, model="vit", model_parameters=SMALL)
     other, _ = make_observation(images[:1], labels[:1], model="lenet")
