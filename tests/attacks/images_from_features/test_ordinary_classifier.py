@@ -1,20 +1,28 @@
 """Images behind an ordinary classifier: its features carry the inversion, where it tells them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from fedsim.attacking.jobs import hide_defenses
+from fedsim.attacking.knowledge import questions
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Photos
 from fedsim.models.base import normalize
+from fedsim.rng import generator
 from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._profile import Profile
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 from fedsim_attacks.images_from_features._body_gradient import PartGradient, WholeGradient
 from fedsim_attacks.images_from_features._heads import recover, signals
-from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
+from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion, _Phases
 from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion
+from fedsim_attacks.labels.label_inference import LabelInference
 
 MODEL = {"model": "convnet", "model_parameters": {"width": 8}}
 RESNET = {
@@ -24,12 +32,12 @@ RESNET = {
 """Its last stages meet maps of single pixels, of images of 32x32."""
 
 
-def observe(defense):
-    return make_observation(*example_batch(3), **MODEL, defense=defense)
+def observe(*defense, count=1):
+    return make_observation(*example_batch(count), **MODEL, defense=list(defense))
 
 
 def test_the_directions_of_all_tensors_and_features_are_compared():
-    observation, truth = observe([{"name": "clip", "norm": 1e-3}])
+    observation, truth = observe({"name": "clip", "norm": 1e-3}, count=3)
 
     def evaluated(images, weight):
         objective = WholeGradient(
@@ -135,3 +143,74 @@ def test_an_image_that_no_layer_shows_leaves_all_features_untold():
     answer = solve(FactoredInversion(iterations=2), observation, Knowledge(), 1).reconstruction
     assert answer.features is None and answer.features_by is None
     assert answer.images is not None and answer.images.shape == truth.images.shape
+
+
+CUT = {"name": "percentile_privacy", "gamma": 1e-3}
+"""Cuts the bias's gradient of the label's class."""
+STEPS = {"name": "local_aggregation", "steps": 2, "batches": "same"}
+BLIND = Grant(labels="inferred")
+
+
+def answer(attack, seen, truth):
+    (asked,) = questions(attack, seen, truth, BLIND, 0)
+    return asked.answer(None).reconstruction
+
+
+@pytest.mark.parametrize(
+    "defense",
+    [
+        CUT,
+        {"name": "oasis"},
+        {"name": "gradient_pruning", "ratio": 0.5},
+        {"name": "gaussian_noise", "std": 1e-3},
+    ],
+    ids=lambda defense: defense["name"],
+)
+def test_it_answers_what_it_answers_blind(defense):
+    seen, truth = observe(defense)
+    attack = FactoredInversion(iterations=3)
+    knowing, blind = (answer(attack, each, truth) for each in (seen, hide_defenses(seen)))
+    assert torch.equal(knowing.images, blind.images)
+    assert torch.equal(knowing.labels, blind.labels)
+    # But what it says of its features is not certain.
+    assert knowing.certified is None and knowing.determined is None
+
+
+@pytest.mark.parametrize(
+    ("attack", "defenses"),
+    [(LabelInference(), [CUT]), (FactoredInversion(iterations=3), [STEPS, CUT])],
+    ids=["label_inference", "several steps"],
+)
+def test_signs_of_truncated_entries_say_the_label(attack, defenses):
+    seen, truth = observe(*defenses)
+    assert torch.equal(answer(attack, seen, truth).labels, truth.labels)
+
+
+def test_features_that_explain_little_do_not_choose_a_single_image_s_label():
+    seen, truth = observe()
+    assert not torch.equal(signals(seen, -truth.features).labels, truth.labels)
+    phases = _Phases(seen, -truth.features, 0, FactoredInversion(iterations=3))
+    assert torch.equal(phases.present.labels, truth.labels)
+
+
+def test_noise_that_no_sum_shows_leaves_a_spread():
+    """As behind other views of an image: signals of two classes still sum to 0 exactly."""
+    stream = generator(0, "spread")
+    weights, inputs = (torch.randn(2, 6, generator=stream).double() for _ in range(2))
+    errors = torch.tensor([0.5, -0.5]).double()
+    read = ClassifierGradient.read(observe({"name": "oasis"})[0])
+    gradient = errors[:, None] * inputs[:1]
+    problem = Profile(
+        replace(read, weights=weights, gradient=gradient, biased=False, noisy=True, exact=False)
+    )
+    assert not problem.classifier.deviation
+    found = problem.spread(problem.unknowns(inputs[None, :1])[0], torch.tensor([1]))
+    assert torch.isfinite(torch.tensor(found))
+
+
+def test_a_body_may_end_in_a_bias_that_no_image_moves():
+    seen, truth = observe({"name": "precode"})
+    known = signals(seen, truth.features)
+    objective = PartGradient.of_body(seen, known, weight=1.0, width=1.0, calls=1)
+    slope = objective(normalize(truth.images, seen.model)).slope
+    assert bool(slope.isfinite().all()) and bool(slope.any())

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from deep_victims import HEAD, VICTIMS, observe, photos, staged
+from torch import nn
 
+import fedsim
+from fedsim import rng
 from fedsim.models.base import normalize
 from fedsim.models.local import gradient, loss_function
 from fedsim.models.victim import rebuild
@@ -143,3 +147,57 @@ def test_first_and_later_steps_are_the_update(training, share):
             # In the norm: single entries differ where a step crosses the kink of a ReLU.
             assert float((made - seen).norm()) < 1e-3 * float(seen.norm())
     assert float(added["body.0.weight"].norm()) > 0.1 * float(first["body.0.weight"].norm())
+
+
+SIDE, CLASSES = 16, 10
+
+
+class Written(nn.Module):
+    """Functions, a view, a shortcut, in the order of its own code and not of its attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.classifier = nn.Linear(32 * 16, CLASSES)
+        self.fourth = nn.Conv2d(24, 32, 3, padding=1)
+        self.third = nn.Conv2d(24, 24, 3, padding=1)
+        self.second = nn.Conv2d(12, 24, 3, padding=1)
+        self.first = nn.Conv2d(3, 12, 3, padding=1)
+
+    def forward(self, images):
+        hidden = F.max_pool2d(self.first(images).relu(), 2)
+        hidden = F.relu(self.second(hidden))
+        hidden = torch.relu(hidden + self.third(hidden))
+        hidden = torch.max_pool2d(F.relu(self.fourth(hidden)), 2)
+        return self.classifier(hidden.view(len(hidden), -1))
+
+
+def seen_of(model, side=SIDE):
+    stream = rng.generator(0, "update")
+    update = {n: torch.randn(p.shape, generator=stream) for n, p in model.named_parameters()}
+    return fedsim.observe(
+        model, update, input_shape=(3, side, side), classes=CLASSES, batch_size=2, mode="eval"
+    )
+
+
+@pytest.mark.parametrize("width", [0.0, 1.0])
+def test_functions_are_cut_between_the_modules_that_they_call(width):
+    torch.manual_seed(0)
+    body = staged(seen_of(Written()), width)
+    names = [{name.split(".")[-2] for name, _ in stage.part.parameters} for stage in body.stages]
+    assert names == [{"first"}, {"second"}, {"third"}, {"fourth"}]
+    sides = [(stage.shape[1:], stage.positive) for stage in body.stages[1:]]
+    assert sides == [((12, 8, 8), True), ((24, 8, 8), True), ((24, 8, 8), True)]
+    images = torch.rand(2, 3, SIDE, SIDE)
+    features = body.maps(images)[-1].flatten(1)
+    torch.testing.assert_close(features, body.body.model.features(images))
+
+
+def test_a_librarys_resnet_is_cut_as_fedsims():
+    from torchvision import models
+
+    model = models.resnet18(num_classes=CLASSES)
+    observation, _ = observe([], 2, "eval", norm="batch", width=64, head=None)
+    own, other = (staged(each).stages for each in (observation, seen_of(model, 32)))
+    assert len(own) > 4
+    ours, theirs = ([(s.shape, len(s.part.parameters)) for s in stages] for stages in (own, other))
+    assert ours == theirs
