@@ -289,7 +289,7 @@ class Drawing:
             seed: Seed of a U-Net's weights.
         """
         count, spec = observation.num_images, observation.model
-        device = next(iter(observation.parameters.values())).device
+        device = observation.device
         self._spec, self._features = spec, features
         self.box = valid_range(spec, torch.zeros((), device=device))
         """Normalized images (C, 1, 1) of the pixels 0 and 1."""
