@@ -36,7 +36,10 @@ _COLOR = 3.0  # weight of a difference in color; one in brightness has weight 1
 
 
 def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the mean absolute difference of neighbours (0-d), and its gradient in `images`."""
+    """Computes the mean absolute difference of neighbouring pixels of `images` (N, C, H, W).
+
+    Returns it (0-d), summed over both directions, and its gradient in the images.
+    """
     slope = torch.zeros_like(images)
     for difference, later, earlier in (
         (images[:, :, 1:] - images[:, :, :-1], slope[:, :, 1:], slope[:, :, :-1]),
@@ -50,7 +53,10 @@ def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chromatic_variation(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `total_variation` with color counted three times, for three channels."""
+    """Computes `total_variation` and its gradient with color counted three times.
+
+    It is `total_variation` itself for any number of channels but three.
+    """
     if images.shape[1] != len(_OPPONENTS):
         return total_variation(images)
     directions = images.new_tensor(_OPPONENTS)
@@ -111,7 +117,11 @@ def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exposure_factors(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
-    """Computes factors (N, 1, 1, 1) by which `images` fill `box`, times `contrast` in [0, 1]."""
+    """Computes factors (N, 1, 1, 1) by which `images` fill `box`, times `contrast` in [0, 1].
+
+    `box` has the normalized pixels 0 and 1, (C, 1, 1) each, between which one entry in 1,000 of
+    an image need not stay.
+    """
     low, high = box
     # `low` is negative, `high` positive: each pixel's share of the way to the end that it faces.
     share = torch.maximum(images / low, images / high).flatten(1).quantile(_VALID, dim=1)
@@ -119,12 +129,15 @@ def exposure_factors(images: Tensor, box: tuple[Tensor, Tensor], contrast: float
 
 
 def expose(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
-    """Multiplies `images` by their `exposure_factors`; one entry in 1,000 may leave `box`."""
+    """Multiplies normalized `images` (N, C, H, W) by their `exposure_factors`."""
     return exposure_factors(images, box, contrast) * images
 
 
 def trusted_contrast(noise: float) -> float:
-    """Computes the contrast nearest to the truth, for a share of `noise` in the first gradient."""
+    """Computes the contrast nearest to the truth, for a share of `noise` in the first gradient.
+
+    It is a factor in [0, 1], and `noise` a share of the gradient's energy.
+    """
     # An estimate whose correlation with the truth is c is nearest to it at contrast c.
     clear = _INFORMED * max(0.0, 1 - noise)
     return math.sqrt(clear / (noise + clear))

@@ -85,7 +85,7 @@ Distance = Callable[[Sequence[Tensor], MatchedUpdate], DistanceValue]
 
 
 def cosine_distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
-    """Computes 1 - <u, t> / (|u| |t|) over all parameters (equation 4 of Geiping et al. 2020)."""
+    """Computes 1 - <u, t> / (|u| |t|) over all tensors as a `DistanceValue` (Geiping et al., 4)."""
     product, square = _inner_product(update, target.tensors), _inner_product(update, update)
     # An update of 0 has no direction: its distance is 1, and not undefined.
     square = square.clamp_min(torch.finfo(square.dtype).tiny)
@@ -98,14 +98,17 @@ def cosine_distance(update: Sequence[Tensor], target: MatchedUpdate) -> Distance
 
 
 def squared_distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
-    """Computes |u - t|² / |t|² over all parameters (equation 4 of Zhu et al. 2019, relative)."""
+    """Computes |u - t|² / |t|² over all tensors as a `DistanceValue` (Zhu et al., 4, relative)."""
     direction = [u - t for u, t in zip(update, target.tensors, strict=True)]
     distance = (_inner_product(direction, direction) + target.outside) / target.square
     return distance, direction, 2 / target.square
 
 
 def gaussian_distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
-    """Averages 1 - exp(-|u_l - t_l|² / |t_l|²) over tensors l = 1, 2, ..., with weights 1 / l."""
+    """Averages 1 - exp(-|u_l - t_l|² / |t_l|²) over tensors l = 1, 2, ..., weighted by 1 / l.
+
+    Returns a `DistanceValue`.
+    """
     # Wang et al., SAPAG, 2020, take an entry's variance: that kernel is flat where attacks start.
     total = sum(1 / (place + 1) for place in range(len(update)))
     losses, direction = [], []
@@ -139,7 +142,10 @@ def negative_log_likelihood(variance: float, pixels: int, scaled: bool) -> Dista
 
 
 def reweighted_cosine(weights: Sequence[float], *, summed: bool = False) -> Distance:
-    """Makes the mean of 1 - cos(u_i, t_i) over tensors by their `weights`; the sum if `summed`."""
+    """Makes the distance that averages 1 - cos(u_i, t_i) over tensors by `weights`, one for each.
+
+    If `summed` it is the weighted sum.
+    """
 
     def distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
         losses, direction = [], []
@@ -321,6 +327,7 @@ class Matching:
 
     @property
     def device(self) -> torch.device:
+        """Device of the observation, on which all is computed."""
         return self._observation.device
 
     def _lay(self, tensor: Tensor) -> Tensor:
@@ -393,7 +400,7 @@ class Matching:
         """Computes the `distance` of a candidate's update from the observed one, and its gradients.
 
         Returns the distance (0-d), and its gradient in each of the candidate's `variables`. Where
-        orthogonal updates are simulated, `_orthogonal_distance` takes the place of `distance`.
+        orthogonal updates are simulated, norms and inner products take the place of `distance`.
         """
         labels = candidate.labels
         # A recording holds for one distance and one tensor of labels.
@@ -449,7 +456,10 @@ class Matching:
     def undo_changes(
         self, inputs: Tensor, labels: Tensor, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Returns images and labels whose batches a defense changed into `inputs` of all steps."""
+        """Returns images and labels whose batches a defense changed into `inputs` of all steps.
+
+        Both `inputs` (N, C, H, W) and images are normalized; `labels` are (N,) or (N, K).
+        """
         if not self.changed.drawn:
             return inputs, labels
         size, spec = self._training.batch_size, self._observation.model

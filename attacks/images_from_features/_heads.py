@@ -173,7 +173,10 @@ def relative_noise_variance(observation: Observation, head: Head) -> float:
 
 
 def noise_share(observation: Observation, head: Head, names: Collection[str] = ()) -> float:
-    """Estimates the share of |update|² that is noise, in the body's tensors `names` or in all."""
+    """Estimates the share of |update|² that is noise, in the body's tensors `names`.
+
+    Without names it is that of the whole body.
+    """
     body = {name: t for name, t in observation.update.items() if name.startswith("body.")}
     part = [body[name] for name in names or body]
     energy, whole = (
