@@ -26,9 +26,9 @@ def psnr(found, truth):
 @pytest.mark.parametrize(
     ("attack", "labels"),
     [
-        (DeepLeakage(iterations=150), "none"),
-        pytest.param(DeepLeakage(iterations=150), "known", marks=pytest.mark.slow),
-        (IDLG(iterations=150), "inferred"),
+        (DeepLeakage(iterations=120), "none"),
+        pytest.param(DeepLeakage(iterations=120), "known", marks=pytest.mark.slow),
+        (IDLG(iterations=80), "inferred"),
     ],
 )
 def test_a_face_is_recovered_with_its_label(attack, labels):
