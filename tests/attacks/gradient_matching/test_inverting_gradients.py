@@ -9,6 +9,7 @@ import torch
 from slow_cases import slow_but
 
 from fedsim.attacking.knowledge import hand_over
+from fedsim.attacking.question import Public
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
@@ -24,17 +25,19 @@ ATTACKS = {
     "InvertingGradients": InvertingGradients(iterations=200),
     "GradInversion": GradInversion(iterations=200, seeds=2, warmup=10),
     "GenerativePrior": GenerativePrior(iterations=150),
+    "a trained GenerativePrior": GenerativePrior(training_iterations=150, iterations=150),
 }
 
 
 @pytest.mark.parametrize("attack", slow_but(["InvertingGradients"], ATTACKS))
 def test_on_an_mlp_it_beats_the_mean_image_clearly(attack):
     faces = Faces(size=16).load()
-    pixels = faces.train_images.float() / 255
+    pixels, public = faces.train_images.float() / 255, Public(images=faces.test_images)
     gains = []
     for index in (5, 40, 120):
         images, truth = pixels[index : index + 1], faces.train_labels[index : index + 1]
-        seen = hand_over(*make_observation(images, truth, model="mlp"), Grant(labels="inferred"))
+        observed = make_observation(images, truth, model="mlp")
+        seen = hand_over(*observed, Grant(labels="inferred", public="test"), public)
         found = solve(attack, *seen, seed=0).reconstruction
         assert torch.equal(found.labels, truth)
         guess = (pixels.mean(0) - images).square().mean()
