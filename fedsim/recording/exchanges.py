@@ -126,8 +126,14 @@ class Recorder:
         self._max_bytes = max_bytes
         self._used = _count_bytes(self.folder)
         self._nodes: set[int] = set()
-        self._left_out = _counts(self.folder / _TAP)
-        self._parts = _noted_parts(self.folder / _TAP)
+        self._left_out: dict[str, int] = {}
+        self._parts: dict[PartKind, list[DeployedPart]] = {}
+        # Nothing is written yet, or what is cannot be read.
+        with suppress(FedsimError):
+            self._left_out = _count_left_out(self.folder)
+        with suppress(FedsimError):
+            found = {kind: _parts_in(self.folder / _TAP, kind) for kind in PARTS}
+            self._parts = {kind: parts for kind, parts in found.items() if parts is not None}
 
     def wants(self, round: int, node_id: int) -> bool:
         """Returns whether to record this answer, and notes the node if it is among the first."""
@@ -312,10 +318,15 @@ def run_folder(out: Path, run: int | None = None) -> Path:
 def left_out(folder: Path) -> list[str]:
     """Returns a line, with their number, for each reason why a tap left messages out."""
     behind.finish()
+    return [f"{reason}: {number_of(n, 'message')}" for reason, n in _count_left_out(folder).items()]
+
+
+def _count_left_out(folder: Path) -> dict[str, int]:
+    """Returns reason -> how many messages of a run a tap left out."""
     path = folder / _TAP
     try:
         reasons = json.loads(paths.text(path, paths.TEXT)).get("left_out", {})
-        return [f"{reason}: {number_of(int(n), 'message')}" for reason, n in reasons.items()]
+        return {str(reason): int(n) for reason, n in reasons.items()}
     except _DAMAGED as error:
         raise FedsimError(f"{path}: not what a tap writes: {error}") from error
 
@@ -332,23 +343,6 @@ def _parts_in(path: Path, kind: PartKind) -> list[DeployedPart] | None:
         return None if found is None else [DeployedPart.model_validate(each) for each in found]
     except _DAMAGED as error:
         raise FedsimError(f"{path}: not what a tap writes: {error}") from error
-
-
-def _noted_parts(path: Path) -> dict[PartKind, list[DeployedPart]]:
-    try:
-        found = {kind: _parts_in(path, kind) for kind in PARTS}
-    except FedsimError:
-        return {}
-    return {kind: parts for kind, parts in found.items() if parts is not None}
-
-
-def _counts(path: Path) -> dict[str, int]:
-    """Returns reason -> count of what was left out so far; empty where that cannot be read."""
-    try:
-        reasons = json.loads(paths.text(path, paths.TEXT))["left_out"]
-        return {str(reason): int(n) for reason, n in reasons.items()}
-    except (*_DAMAGED, LookupError, FedsimError):
-        return {}
 
 
 def _broadcast_name(digest: str) -> str:

@@ -34,23 +34,17 @@ _Span = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class _Series:
-    """One defense in a chart, as `dots`, joined by a `line`, or by `steps` (across, then up).
-
-    `label` stands beside the last point; `hollow` dots are rings.
-    """
+    """One defense in a chart; `label` stands beside the last point, and `hollow` dots are rings."""
 
     color: int
-    """Number of the color: 0 for the undefended stack. Those beyond the last color share one."""
+    """Number of the color, 0 for the undefended stack."""
     points: Sequence[_Point]
-    """(x, y) of each point, in the units of the axes."""
     shape: Literal["dots", "line", "steps"] = "dots"
     label: str = ""
     bars: Sequence[tuple[_Span | None, _Span | None]] = ()
-    """(horizontal, vertical) interval of each point, each (low, high) or None; empty if no point
-    has any."""
+    """(horizontal, vertical) interval of each point, each (low, high) or None."""
     hollow: bool = False
     rings: Sequence[_Point] = ()
-    """Further points, each as a ring."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,6 @@ class _ChartAxis:
 
     def range_of(self, values: Sequence[float]) -> _Span:
         """Returns (least, largest) of the axis: `ends` if given, else a bit beyond `values`."""
-        # Ends that are given hold for every chart of the axis, so that these can be compared.
         if self.ends:
             return self.ends
         low, high = min(values), max(values)

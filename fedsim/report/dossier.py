@@ -202,10 +202,7 @@ def _list_tried(rows: Sequence[ResultRow]) -> list[tuple[str, str, int, int]]:
 def _list_untried(
     rows: Sequence[ResultRow], runs: Sequence[StoredRun] = ()
 ) -> list[tuple[str, str, str]]:
-    """Returns (name, summary, reason) of each installed attack that has no row in `rows`.
-
-    `runs` tell which attacks are still to come.
-    """
+    """Returns (name, summary, reason) of each installed attack without a row; `runs` tell why."""
     names = {row.attack.name for row in rows}
     due = {
         entry.get("name")
@@ -253,11 +250,7 @@ def _has_finite_claim(runs: Sequence[StoredRun]) -> bool:
 
 
 def _criteria(content: Content) -> dict[str, str]:
-    """Returns what was measured of the criteria of the EDPB's Opinion 28/2024: key -> text.
-
-    The opinion (adopted on 17 December 2024) is about trained models. Criteria that no run measures
-    are missing.
-    """
+    """Maps the criteria of the EDPB's Opinion 28/2024 (of trained models) to what was measured."""
     rows, runs = content.rows, content.runs
     tried = number_of(len(_list_tried(content.results)), "attack")
     left_out = _list_untried(content.results, runs)
@@ -317,10 +310,7 @@ _RECORDED = (".json", ".safetensors")
 
 
 def _list_commands(runs: Sequence[StoredRun], root: Path) -> list[tuple[str, str]]:
-    """Returns (title, shell command that repeats it) for each run whose `scenario.yaml` is kept.
-
-    Paths in it start from the parent of `root`, below which the runs were read.
-    """
+    """Returns (title, shell command that repeats it from above `root`) for each kept scenario."""
     commands: list[tuple[str, str]] = []
     here = root.resolve()
     for run in runs:

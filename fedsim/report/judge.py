@@ -15,7 +15,7 @@ from fedsim.contracts.target import Target, ranking_targets
 from fedsim.report.facts import round_seconds, runs_of, unfinished
 from fedsim.report.row import Comparison, LeaderboardRow, by_comparison
 from fedsim.results.reading import StoredRun
-from fedsim.scoring import LEAST, Accuracy, Share, Summary, chance_of
+from fedsim.scoring import LEAST, Share, Summary, chance_of
 from fedsim.words import NO_DIFFERENTIAL_PRIVACY
 
 Level = str
@@ -400,11 +400,7 @@ def _is_certified(row: LeaderboardRow) -> bool:
 
 
 def _told_targets() -> dict[Leaking, Target]:
-    """Returns `Target.part` -> target, of targets whose values are told: labels, members.
-
-    Without a control they leak only where the guess is known beforehand, as a coin is: always
-    answering one class may beat a guess from public images.
-    """
+    """Returns `Target.part` -> target, of targets whose values are told: labels, members."""
     found = [target for target in ranking_targets().values() if not target.payloads]
     return {target.part: target for target in found if target.ranks_by != "mean"}
 
@@ -429,28 +425,24 @@ def _leaks_told(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaki
 
 def _is_given(row: LeaderboardRow, what: Leaking) -> bool:
     """Whether the attacker was given what it tells, or tells it without looking."""
-    return row.ignores_update or _is_known(row, what)
-
-
-def _is_known(row: LeaderboardRow, what: Leaking) -> bool:
-    return getattr(row.knowledge, what, None) == "known"
+    return row.ignores_update or getattr(row.knowledge, what, None) == "known"
 
 
 def _fits_any_update(row: LeaderboardRow, what: Leaking) -> bool:
-    """Whether the attack tells no more of `what` from its own update than from another.
-
-    Without another update, the answer is whether the target has no guess that is known beforehand.
-    """
+    """Whether the attack tells no more of `what` from its own update than from another."""
     told = _told_targets()[what]
     over = row.above_other(told.ranking.name)
-    return told.ranking.uninformed is None if over is None else over.mean < told.leaks
+    if over is None:
+        # Always answering one class may beat a guess from public images, but never a coin.
+        return told.ranking.uninformed is None
+    return over.mean < told.leaks
 
 
 def _may_tell(row: LeaderboardRow, what: Leaking) -> bool:
     """Whether `what`, labels or members, was told better than by guessing, by the mean alone."""
     told = _told_targets()[what]
     gain, over = row.above_guess(told.ranking.name), row.above_other(told.ranking.name)
-    if gain is None or row.n_ok == 0 or _is_given(row, what):
+    if gain is None or _is_given(row, what):
         return False
     # Another batch of the same client may have the same labels.
     same = over is not None and over.mean < told.leaks and row.control != "batch"
@@ -788,7 +780,7 @@ def _shown_told(rows: Sequence[LeaderboardRow], what: Leaking) -> Shown | None:
     entries = []
     for row in rows:
         value, gain = row.metrics[metric.name], row.above_guess(metric.name)
-        if value and row.n_ok and not _is_known(row, what):
+        if value and row.n_ok and getattr(row.knowledge, what, None) != "known":
             mean = metric.gain(value.mean, 0.0)
             entries.append(
                 (not _fits_any_update(row, what), gain.mean if gain else mean, mean, row)
@@ -887,9 +879,11 @@ def _doubts(
     """Lists what speaks against relying on a defense, the weightiest first."""
     row = verdict.strongest
     failed, total = sum(each.n - each.n_ok for each in rows), sum(each.n for each in rows)
+    audits = [(r.audited_epsilon, r.epsilon) for r in rows]
+    refuted = any(found and claimed is not None and found > claimed for found, claimed in audits)
     doubts = (
         _state("attack works") if is_leak(verdict.finding) else None,
-        _state("audit refutes") if any(map(_is_refuted, rows)) else None,
+        _state("audit refutes") if refuted else None,
         _state("training audit refutes") if is_refuted else None,
         _state("membership refutes") if any(row.is_refuted_by_members for row in rows) else None,
         _state("no defense") if row.undefended else None,
@@ -915,11 +909,6 @@ def _why_unmeasured(verdict: Verdict, rows: Sequence[LeaderboardRow]) -> Stateme
             return _state("uncontrolled", why=row.no_control)
         return _state("control as good", control=row.control)
     return _state("more than guessed") if verdict.finding == "some trials" else None
-
-
-def _is_refuted(row: LeaderboardRow) -> bool:
-    audited, epsilon = row.audited_epsilon, row.epsilon
-    return audited is not None and epsilon is not None and audited > epsilon
 
 
 def _weakness(row: LeaderboardRow) -> Statement | None:
@@ -1045,14 +1034,10 @@ def _model_problem(
             return _state("not tested")
         if own and usual and own.skill < _LEAST_SKILL * usual.skill:
             return _state("learns little", share=own.share, chance=own.chance)
-    if rows[0].main.pictured and not (usual and _has_learned(usual)):
+    learned = usual and usual.low >= usual.chance + _LEAST_LEARNED * (1 - usual.chance)
+    if rows[0].main.pictured and not learned:
         return _state("undefended learned nothing", least=_LEAST_LEARNED)
     return None
-
-
-def _has_learned(accuracy: Accuracy) -> bool:
-    """Whether a model of this `accuracy` is clearly better than chance."""
-    return accuracy.low >= accuracy.chance + _LEAST_LEARNED * (1 - accuracy.chance)
 
 
 # As plain values, for JSON.

@@ -47,42 +47,29 @@ def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
 
 
 def _own_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
-    """Returns the part of each row's gain in metric `name` that its own update explains.
-
-    It is the lesser of the gains over the guess and over another update, or the whole gain if no
-    row has another update. If only some have one, an answer without it has None. The result is None
-    where that of `gains` is.
-    """
+    """Returns the lesser of each row's gains over guess and another update; None as `gains` has."""
     gained = gains(rows, name)
     if gained is None:
         return None
     overs = over_other(rows, name)
+    # Where only some rows have another update, nothing is known of an answer without one.
     partial = any(over is not None for over in overs)
-    pairs = zip(rows, gained, overs, strict=True)
     return [
         min(gain, over) if over is not None else None if partial and row.ok else gain
-        for row, gain, over in pairs
+        for row, gain, over in zip(rows, gained, overs, strict=True)
     ]
 
 
 def _due_gains(rows: Sequence[ResultRow], name: str = "psnr") -> list[float | None] | None:
-    """Returns the part of each row's gain that counts: its own, where a control can tell that.
-
-    Another batch of the same client is no such control: where any row has one, the whole gain of
-    each row counts. The result is None where that of `gains` is.
-    """
+    """Returns the part of each row's gain that counts: its own, where a control can tell that."""
+    # Another batch of the same client cannot: then the whole gain of each row counts.
     if any(row.control and row.control.of == "batch" and row.other_update for row in rows):
         return None if (whole := gains(rows, name)) is None else [*whole]
     return _own_gains(rows, name)
 
 
 def _image_gains(row: ResultRow) -> list[tuple[float, float]]:
-    """Returns (PSNR, gain in dB) of each image of a trial that has an answer and a control.
-
-    The gain is the lesser of those over the image's own guess and over the same image drawn from
-    another update. Where rows do not say these per image, it is the PSNR less the trial's mean
-    guess and less `_WITHIN`, if the trial's mean exceeds guess and control; else there are none.
-    """
+    """Returns (PSNR, gain in dB over guess and other update) of each image that has a control."""
     values = (row.per_image or {}).get("psnr", [])
     guess, other = value_of(row.baseline, "psnr"), value_of(row.other_update, "psnr")
     own = value_of(row.metrics, "psnr")
@@ -93,7 +80,7 @@ def _image_gains(row: ResultRow) -> list[tuple[float, float]]:
     if len(values) == len(guesses) == len(others):
         triples = zip(values, guesses, others, strict=True)
         return [(v, min(v - g, v - o)) for v, g, o in triples if g is not None and o is not None]
-    # Means say nothing of one image unless its trial as a whole is better than both.
+    # Rows say these of no single image, and means only if the whole trial is better than both.
     if min(own - guess, own - other) <= 0:
         return []
     return [(value, value - guess - _WITHIN) for value in values]
@@ -125,11 +112,8 @@ def count_images(rows: Sequence[ResultRow]) -> int | None:
 
 
 def _units(rows: Sequence[ResultRow]) -> list[list[int]]:
-    """Groups the indices of `rows` by network, from three networks on, and else as `_unshared`.
-
-    Trials of one network share its weights, so that a spread over them says nothing of others.
-    Where fewer groups share no image, the result is these.
-    """
+    """Groups the indices of `rows` by network, from three networks on, and else as `_unshared`."""
+    # Trials of one network share its weights: their spread says nothing of other networks.
     networks: dict[Path, list[int]] = {}
     for index, row in enumerate(rows):
         networks.setdefault(row.folder, []).append(index)
@@ -138,13 +122,10 @@ def _units(rows: Sequence[ResultRow]) -> list[list[int]]:
 
 
 def _unshared(rows: Sequence[ResultRow]) -> list[list[int]]:
-    """Groups the indices of `rows` so that no two groups have an image in common, in order.
-
-    Each release of a table is a group of its own, since it tosses its own coins on which rows take
-    part.
-    """
+    """Groups the indices of `rows` so that no two groups have an image in common, in order."""
     groups: list[tuple[set[str], list[int]]] = []
     for index, row in enumerate(rows):
+        # Each release of a table tosses its own coins on which rows take part.
         victims = set() if row.main.asked_singly else set(row.victims or ())
         sharing = [group for group in groups if group[0] & victims]
         groups = [group for group in groups if group not in sharing]
@@ -275,7 +256,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
     # A metric that the attack does not answer has no value, not that of a guess.
     values = {name: _count_failures(rows, name) if name in yielded else None for name in METRICS}
     ok = [row for row in rows if row.ok]
-    main = first.main
+    alone, main = sum(row.other_update is None for row in ok), first.main
     # A leak is only what the update added: public images alone may bring a gain.
     due = _due_gains(rows, main.ranking.name) if main.ranking.name in yielded else None
     # A mean over a network would hide the one picture of many that leaks.
@@ -305,13 +286,16 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         failures=dict(Counter(row.reason or "no reason given" for row in rows if not row.ok)),
         metrics={name: summary(values[name]) for name in METRICS},
         worst={name: _worst(rows, name, values[name]) for name in METRICS},
-        baseline={name: _mean(_list_guessed(rows, name)) for name in METRICS},
+        baseline={
+            name: _mean([g for row in rows if (g := value_of(row.baseline, name)) is not None])
+            for name in METRICS
+        },
         gains=measured_by(lambda name: gains(rows, name) if name in yielded else None),
         own_gains=measured_by(lambda name: _own_gains(rows, name) if name in yielded else None),
         others=measured_by(lambda name: [value_of(row.other_update, name) for row in rows]),
         over_others=measured_by(lambda name: over_other(rows, name)),
         control=_control_of(rows),
-        uncontrolled=_count_uncontrolled(ok),
+        uncontrolled=alone if any(row.other_update for row in ok) else 0,
         exposed_image=max(
             (psnr for row in rows for psnr, gain in _image_gains(row) if gain >= EXPOSED_IMAGE),
             default=None,
@@ -372,12 +356,6 @@ def _control_of(rows: Sequence[ResultRow]) -> ControlKind | None:
     return next((kind for kind in weakest if kind in kinds), None)
 
 
-def _count_uncontrolled(ok: Sequence[ResultRow]) -> int:
-    """Returns how many trials have no control, where others have one."""
-    count = sum(row.other_update is None for row in ok)
-    return count if count < len(ok) else 0
-
-
 def _may_expose(row: ResultRow) -> bool:
     """Whether one trial shows what its mean hides, for all that is known."""
     main = row.main
@@ -387,16 +365,12 @@ def _may_expose(row: ResultRow) -> bool:
     gain = gains([row], main.ranking.name) if row.ok and not decided else None
     if gain and gain[0] >= main.leaks:  # nothing tells whether it was read off the update
         return True
-    return _is_alike(row) and any(
+    is_alike = row.ok and main.is_alike(_values_of(row), main.likeness)
+    return is_alike and any(
         value is not None and value >= main.likeness_gain
         for name in main.likeness
         for value in _due_gains([row], name) or []
     )
-
-
-def _is_alike(row: ResultRow) -> bool:
-    """Whether the pictures of a trial are recognizable by structure or as perceived."""
-    return row.ok and row.main.is_alike(_values_of(row), row.main.likeness)
 
 
 def _values_of(row: ResultRow) -> dict[str, float | None]:
@@ -480,22 +454,14 @@ def _no_control(rows: list[ResultRow]) -> str | None:
 
 def _count_failures(rows: list[ResultRow], name: str) -> list[float] | None:
     """Returns one value of the metric per row; a failed row has that of its guess."""
-    ok = [value_of(row.metrics, name) for row in rows if row.ok]
-    if ok and None in ok:
-        return None
-    values = [value_of(row.metrics, name) if row.ok else _value_of_guess(row, name) for row in rows]
-    present = [value for value in values if value is not None]
+
+    def value(row: ResultRow) -> float | None:
+        found = value_of(row.metrics if row.ok else row.baseline, name)
+        return METRICS[name].uninformed if found is None and not row.ok else found
+
+    values = [value(row) for row in rows]
+    present = [each for each in values if each is not None]
     return present if len(present) == len(rows) else None
-
-
-def _value_of_guess(row: ResultRow, name: str) -> float | None:
-    value = value_of(row.baseline, name)
-    return METRICS[name].uninformed if value is None else value
-
-
-def _list_guessed(rows: list[ResultRow], name: str) -> list[float]:
-    guesses = (value_of(row.baseline, name) for row in rows)
-    return [guess for guess in guesses if guess is not None]
 
 
 def _worst(rows: list[ResultRow], name: str, values: list[float] | None) -> float | None:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, final
 
 from torch import Tensor
 
@@ -31,37 +31,22 @@ from fedsim.types import FedsimError
 from fedsim.words import describe_variant, format_epsilon
 
 
-class _LoggedNumber(NamedTuple):
-    """One finite number of a round; parts of its name are separated by slashes."""
-
-    name: str
-    value: float
-    round: int
-
-
-class _LoggedPicture(NamedTuple):
-    """Images of a client above, and what an attack made of them below."""
-
-    name: str
-    pixels: Tensor
-    """(H, W, C) uint8."""
-    round: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class _LoggedRun:
-    """Holds all that is copied of one run."""
+    """Holds all that is copied of one run; parts of names are separated by slashes."""
 
     scenario: str
     variant: str
     parameters: dict[str, str]
     """Name -> settings of the scenario in words, and the ε of each defense."""
-    numbers: list[_LoggedNumber]
-    pictures: list[_LoggedPicture]
+    numbers: list[tuple[str, float, int]]
+    """(name, finite value, round)."""
+    pictures: list[tuple[str, Tensor, int]]
+    """(name, (H, W, C) uint8 pixels, round): images above, what an attack made of them below."""
 
 
-def collect(run: StoredRun) -> _LoggedRun:
-    """Returns what is copied of `run`. A reconstruction that is damaged has no picture."""
+def _collect(run: StoredRun) -> _LoggedRun:
+    """Returns what is copied of `run`; a damaged reconstruction has no picture."""
     content = Content([run])
     plates = [(row, content.plates.get(row.cell)) for row in content.rows]
     return _LoggedRun(
@@ -69,12 +54,12 @@ def collect(run: StoredRun) -> _LoggedRun:
         variant=describe_variant(run.record.get("variant") or {}),
         parameters=_parameters(run),
         numbers=[
-            _LoggedNumber(name, float(value), round)
+            (name, float(value), round)
             for name, value, round in _numbers(run, content.rows)
             if value is not None and math.isfinite(value)
         ],
         pictures=[
-            _LoggedPicture(f"reconstructions/{_name(row)}", plate.grid(), row.round)
+            (f"reconstructions/{_name(row)}", plate.grid(), row.round)
             for row, plate in plates
             if plate and plate.pairs
         ],
@@ -163,7 +148,6 @@ class _MLflow(_Store):
     environment: ClassVar[Mapping[str, str]] = {"MLFLOW_DISABLE_TELEMETRY": "true"}
 
     def write(self, run: _LoggedRun) -> None:
-        """Copies one run, see `_Store`."""
         self.load()
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
@@ -184,42 +168,41 @@ class _MLflow(_Store):
         params = [Param(_allow(k), v[:_LONGEST]) for k, v in run.parameters.items()]
         for start in range(0, len(params), _PARAMS):
             client.log_batch(identity, params=params[start : start + _PARAMS], synchronous=True)
-        metrics = [Metric(_allow(f.name), f.value, now, f.round) for f in run.numbers]
+        metrics = [Metric(_allow(name), value, now, round) for name, value, round in run.numbers]
         for start in range(0, len(metrics), _BATCH):
             client.log_batch(identity, metrics=metrics[start : start + _BATCH], synchronous=True)
         with tempfile.TemporaryDirectory() as scratch:
-            for picture in run.pictures:
-                *folders, last = _allow(picture.name).split("/")
-                path = Path(scratch) / f"{last}-round-{picture.round}.png"
+            for name, pixels, round in run.pictures:
+                *folders, last = _allow(name).split("/")
+                path = Path(scratch) / f"{last}-round-{round}.png"
                 # MLflow takes artifacts only from files, which it copies.
-                path.write_bytes(encode_png(picture.pixels))
+                path.write_bytes(encode_png(pixels))
                 client.log_artifact(identity, str(path), "/".join(folders))
         client.set_terminated(identity)
 
 
 @final
-class TensorBoard(_Store):
+class _TensorBoard(_Store):
     """TensorBoard: a file of events for each run, in a folder of its name."""
 
     package = "tensorboard"
 
     def write(self, run: _LoggedRun) -> None:
-        """Copies one run, see `_Store`."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         folder = self.folder / _allow(run.scenario).replace("/", "_")
         if run.variant:
             folder /= _allow(run.variant).replace("/", "_")
         with SummaryWriter(str(folder)) as writer:
-            for number in run.numbers:
-                writer.add_scalar(number.name, number.value, number.round)
-            for picture in run.pictures:
-                writer.add_image(picture.name, picture.pixels, picture.round, dataformats="HWC")
-            for key, value in run.parameters.items():
-                writer.add_text(key, value.replace("<", "&lt;"))
+            for name, value, round in run.numbers:
+                writer.add_scalar(name, value, round)
+            for name, pixels, round in run.pictures:
+                writer.add_image(name, pixels, round, dataformats="HWC")
+            for name, words in run.parameters.items():
+                writer.add_text(name, words.replace("<", "&lt;"))
 
 
-STORES: dict[str, type[_Store]] = {"mlflow": _MLflow, "tensorboard": TensorBoard}
+STORES: dict[str, type[_Store]] = {"mlflow": _MLflow, "tensorboard": _TensorBoard}
 """Name of the extra that brings a package, and of the default folder -> the store."""
 
 _LONGEST = 500
@@ -265,7 +248,7 @@ def chosen(names: Sequence[str]) -> list[_Store]:
 
 def log_run(folder: Path | str, stores: Sequence[_Store]) -> list[str]:
     """Copies a finished run, or a sweep, to `stores`; returns a line for each that failed."""
-    copies = [collect(run) for run in load_runs([folder])]
+    copies = [_collect(run) for run in load_runs([folder])]
     problems = []
     for store in stores:
         try:

@@ -117,17 +117,12 @@ def _lead(verdict: Verdict) -> str:
     where = "Without a defense" if verdict.undefended else f"Behind {verdict.defense}"
     if verdict.finding == "no answer" and verdict.labels_stand:
         return f"{where}, labels are recovered; of their inputs nothing can be said"
-    return f"{where}, {_describe_attack(verdict)}"
-
-
-def _describe_attack(verdict: Verdict) -> str:
-    """Words which attacker gets what by the strongest attack on the defense."""
     untold = verdict.finding == "unknown" and not verdict.told
     if untold or verdict.finding in ("failed", "no answer"):
-        return _describe_gets(verdict)
+        return f"{where}, {_describe_gets(verdict)}"
     row = verdict.strongest
     attacker = describe_attacker(row.threat, row.vantage, masked=row.masked)
-    return f"{attacker} gets {_describe_gets(verdict)}"
+    return f"{where}, {attacker} gets {_describe_gets(verdict)}"
 
 
 def brief(verdict: Verdict) -> str:

@@ -63,16 +63,12 @@ class _WatchedPage:
         self._body = b""
 
     def current(self) -> tuple[bytes, str]:
-        """Returns the page of the folders as they are, and a tag that no other page has.
-
-        While the folders cannot be read, as before the first result, the page is the last one that
-        could be made, and says why.
-        """
+        """Returns the page of the folders, and a tag that no other page has."""
         with self._lock:
             signature = self._sign()
             if signature != self._signature:
                 try:
-                    # A page is whole, or it is that of the last time.
+                    # Where they cannot be read, the page is that of the last time, and says why.
                     content = Content(load_runs(self._folders))
                     self._body, self._content = _encode(content), content
                 except Exception as error:  # else the page would stand still, and nobody be told

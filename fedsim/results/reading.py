@@ -66,7 +66,8 @@ def differences(
     # A run that lost its scenario has no values to differ in, and gets none.
     present = [setting for setting in settings if setting]
     differing = [key for key in keys if any(s.get(key) != present[0].get(key) for s in present)]
-    stacks = [_stacks_of(scenario) for scenario in scenarios]
+    found = [scenario.get("defenses") for scenario in scenarios]
+    stacks = [each if isinstance(each, Mapping) else {} for each in found]
     names = {name: None for own in stacks for name in own if not _within(f"defenses.{name}", shown)}
     # A stack that only one run has is no difference: its rows have a name of their own.
     defined = {name: [own[name] for own in stacks if name in own] for name in names}
@@ -76,12 +77,6 @@ def differences(
         | {f"defenses.{name}": own[name] for name in other if name in own}
         for setting, own in zip(settings, stacks, strict=True)
     ]
-
-
-def _stacks_of(scenario: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the defense stacks of a resolved scenario, by name; empty if it has none."""
-    stacks = scenario.get("defenses")
-    return stacks if isinstance(stacks, Mapping) else {}
 
 
 def leaves_of(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

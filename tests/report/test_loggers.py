@@ -1,4 +1,4 @@
-"""Copies of a run in MLflow and TensorBoard, read again with the tools themselves."""
+"""Copies of a run in MLflow and _TensorBoard, read again with the tools themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
 from fedsim.report import leaderboard_rows, load_runs
-from fedsim.report.loggers import STORES, TensorBoard, chosen, collect, log_run
+from fedsim.report.loggers import STORES, _collect, _TensorBoard, chosen, log_run
 from fedsim.results.record import read_lines, write_lines
 from fedsim.types import FedsimError
 
@@ -97,17 +97,17 @@ def test_a_tool_that_fails_loses_nothing_and_is_named(
 ) -> None:
     done: list[str] = []
 
-    def fail(self: TensorBoard, run: Any) -> None:
+    def fail(self: _TensorBoard, run: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    class Good(TensorBoard.__mro__[1]):  # type: ignore[misc]
+    class Good(_TensorBoard.__mro__[1]):  # type: ignore[misc]
         package = "json"
 
         def write(self, run: Any) -> None:
             done.append(run.scenario)
 
-    monkeypatch.setattr(TensorBoard, "write", fail)
-    (line,) = log_run(folder, [TensorBoard(tmp_path), Good(tmp_path)])
+    monkeypatch.setattr(_TensorBoard, "write", fail)
+    (line,) = log_run(folder, [_TensorBoard(tmp_path), Good(tmp_path)])
     assert "No space left" in line and "the run itself is whole" in line
     assert done == ["photos-demo"]
 
@@ -167,6 +167,6 @@ def test_no_figure_of_a_vantage_takes_the_place_of_anothers(tmp_path: Path) -> N
     rows = read_lines(run / "results.jsonl")
     write_lines(run / "results.jsonl", rows + [{**row, "vantage": "eavesdropper"} for row in rows])
     (loaded,) = load_runs([run])
-    places = [(figure.name, figure.round) for figure in collect(loaded).numbers]
+    places = [(name, round) for name, _, round in _collect(loaded).numbers]
     assert len(places) == len(set(places))
     assert any("/eavesdropper/" in name for name, _ in places)

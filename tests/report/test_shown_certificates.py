@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answer_rows import trial
+from answer_rows import save, trial
 
 from fedsim.report import leaderboard_rows, load_runs, render
 from fedsim.report.content import Content
@@ -37,11 +37,7 @@ def folder_of(root: Path, *told: dict[str, Any] | None) -> Path:
     ]
     old = [trial(25.0, trial=number, defense="none") for number in range(2)]
     assert all("certificate" not in row for row in old)
-    root.mkdir(parents=True, exist_ok=True)
-    lines = "".join(f"{json.dumps(row)}\n" for row in [*rows, *old])
-    (root / "results.jsonl").write_text(lines, encoding="utf-8")
-    (root / "rounds.jsonl").write_text("", encoding="utf-8")
-    return root
+    return save(root, [*rows, *old])
 
 
 @pytest.mark.parametrize(

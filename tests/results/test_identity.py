@@ -48,8 +48,7 @@ def written(
     folder: Path, rows: Sequence[Row], *, seed: int | None = 3, origin: str = "", **scenario: Any
 ) -> Path:
     """A run's folder; without a seed as of an assessment, which has no scenario."""
-    folder.mkdir(parents=True)
-    (folder / "results.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    answer_rows.save(folder, list(rows))
     if seed is not None:
         text = {"name": "ward", "seed": seed, "data": {"clients": 2}, **scenario}
         (folder / "scenario.yaml").write_text(json.dumps(text))
