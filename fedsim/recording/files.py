@@ -145,7 +145,11 @@ def save_observation(observation: Observation, root: Path) -> Path:
 
 
 def load_observation(path: Path, device: str | torch.device = "cpu") -> Observation:
-    """Reads a recording by the path of its `.json` or `.safetensors` file."""
+    """Reads a recording by the path of its `.json` or `.safetensors` file, tensors on `device`.
+
+    Raises:
+        FedsimError: there is no such recording, or it is damaged or contradicts itself.
+    """
     if not path.name:
         raise FedsimError(
             f"{path}: no such recording; expected a .json file below a run's observations/"
@@ -191,7 +195,11 @@ def save_public(images: Tensor, root: Path, labels: Tensor | None = None) -> Non
 
 @lru_cache(maxsize=1)
 def load_public(root: Path) -> Tensor:
-    """Reads the run's public images, uint8, or rows, float32; kept, so not to be changed."""
+    """Reads public images (P, C, H, W), uint8, or rows (P, D), float32; not to be changed.
+
+    Raises:
+        FedsimError: the run in `root` recorded none, or the file holds anything else.
+    """
     path = root / _PUBLIC
     if not path.exists():
         raise FedsimError(
@@ -275,7 +283,11 @@ def serialize(tensors: Tensors) -> bytes:
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Returns the tensors in a safetensors file, by name, on `device`."""
+    """Returns the tensors in a safetensors file, by name, on `device`.
+
+    Raises:
+        FedsimError: the file is missing, damaged, or too large for the memory.
+    """
     try:
         whole = paths.regular(path, memory.limit())
         with safe_open(whole, framework="pt", device=str(device)) as file:
@@ -402,7 +414,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -
 
 
 def checked_id(id: str) -> str:
-    """Returns `id`, which is then safe as a path."""
+    """Returns `id`, which is then safe as a path; a FedsimError refuses all but ids."""
     if not _ID.fullmatch(id) or ".." in id:
         raise FedsimError(f"{id!r} is not the id of an observation")
     return id

@@ -347,7 +347,7 @@ def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
 
 
 def describe(rows: Sequence[UtilityRow]) -> str:
-    """Returns a text with a line for each row, followed by a line for its warning if any."""
+    """Words the ε, audit, loss and accuracy of each row in a line, its warning in another."""
     lines = []
     for row in rows:
         parts = [f"ε {format_claim(row.epsilon, row.delta, row.unit, row.relation)}"]

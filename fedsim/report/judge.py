@@ -161,7 +161,9 @@ class Costs:
     """Whether the model without a defense learned something to compare with, for all that is
     known."""
     seconds: float | None = None
+    """Mean seconds of a round of training."""
     usual_seconds: float | None = None
+    """Those without a defense."""
 
 
 @dataclass(frozen=True, kw_only=True)

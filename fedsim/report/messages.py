@@ -79,11 +79,8 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
 _FORMATTER = _Messages()
 
 
-def fill(message: str, **values: Any) -> str:
-    """Returns `message` with each `{name}` replaced by the value of that name.
-
-    A field may name a format: a key of `_FORMATS`, `count NOUN`, or `number` of decimals.
-    """
+def _fill(message: str, **values: Any) -> str:
+    """Returns `message` with each `{name}`, or `{name:format}`, replaced by that value."""
     return _FORMATTER.vformat(message, (), values)
 
 
@@ -91,7 +88,7 @@ def describe_statement(statement: Statement) -> str:
     """Words one statement, as a clause."""
     kind = statement.kind
     message = STATEMENTS.get(kind) or targets()[kind.removeprefix("untried ")].noun
-    return fill(message, **statement.values, LARGEST_DELTA=LARGEST_DELTA)
+    return _fill(message, **statement.values, LARGEST_DELTA=LARGEST_DELTA)
 
 
 # One sentence on a defense, and its parts.
@@ -161,7 +158,7 @@ def _describe_gets(verdict: Verdict) -> str:
         times = in_trials(verdict.leaking.count, verdict.leaking.n)
     kind = "told nothing" if finding == "unknown" and verdict.told else finding
     about = "" if verdict.gain else _join_nouns(verdict.may_leak)
-    gets = fill(
+    gets = _fill(
         _TEXTS["gets"].get(kind) or _noun(finding),
         told=_join_nouns(verdict.told),
         about=about and f"about {about} ",
@@ -318,7 +315,7 @@ def _describe_shown(shown: Shown) -> str:
             low, high = max(0.0, low), min(1.0, high)
         ends = f"{form.format(low)} to {form.format(high)}"
         terms.append(f"{summary.confidence:.0%} interval {ends} {row.population}")
-    text = fill(
+    text = _fill(
         _TEXTS["told"].get(metric.name, f"{metric.heading or metric.name} {{value}}{{beside}}"),
         value=form.format(summary.mean),
         beside=f" ({', '.join(terms)})" if terms else "",
@@ -350,7 +347,7 @@ def _describe_answer(shown: Shown) -> str:
         low, high = (None if end is None else min(max(end, 0.0), 1.0) for end in ends)
         shown_own = summary.low is None and low is not None
         guess = row.baseline.get(name)
-        return fill(
+        return _fill(
             message,
             value=_format_share(summary.mean),
             interval=""
@@ -445,7 +442,7 @@ def _describe_proven(row: LeaderboardRow) -> str:
         reason = f": {row.privacy_reason}" if row.privacy_reason else ""
         return f"no guarantee (ε = ∞{reason})"
     if missing := missing_terms(row):
-        terms = fill("{terms:terms}", terms=missing)
+        terms = _fill("{terms:terms}", terms=missing)
         return f"a guarantee that does not state {terms}, so that its ε says nothing"
     details = [row.relation.replace("_", " ") if row.relation else None, row.accountant]
     if row.relation in NO_DIFFERENTIAL_PRIVACY:
@@ -466,7 +463,7 @@ def describe_control(control: Control) -> str:
         return str(_TEXTS["absent"])
     if control.status == "broken":
         broken = STATEMENTS["attacks broken"].removeprefix("INVALID, for ")
-        return fill(broken, failures=control.failures)
+        return _fill(broken, failures=control.failures)
     row, due = control.best, ""
     if row and control.due is not None:
         due = f", of which {format_number(control.due, 1)} dB over {row.other}"
@@ -482,7 +479,7 @@ def describe_control(control: Control) -> str:
     if control.metric:
         values["heading"] = heading_of(METRICS[control.metric])
     texts = _TEXTS["controls"].get(control.metric or "nothing", _TEXTS["controls"]["other"])
-    measured, required = (fill(text, **values) for text in texts)
+    measured, required = (_fill(text, **values) for text in texts)
     if control.status == "passed":
         return measured
     if control.required is not None and control.required < 0:  # of an error, which has no less
