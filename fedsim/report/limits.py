@@ -290,7 +290,6 @@ def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
 _MARGIN = 0.1
 """A mean leaks more if it grew by as much, where no target says otherwise."""
 
-
 _UNSEEN = 0.05
 """Decibels that no table shows."""
 

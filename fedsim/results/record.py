@@ -167,11 +167,11 @@ class Run:
 
         Lines of failed attacks are among them: see `status`.
         """
-        return [row for path in self._all("results.jsonl") for row in read_lines(path)]
+        return [row for path in files_of(self.out, "results.jsonl") for row in read_lines(path)]
 
     def rounds(self) -> list[Row]:
         """Returns the lines of `rounds.jsonl`, of every variant of a sweep, as `rows` does."""
-        return [row for path in self._all("rounds.jsonl") for row in read_lines(path)]
+        return [row for path in files_of(self.out, "rounds.jsonl") for row in read_lines(path)]
 
     def observations(self) -> list[Path]:
         """Returns the recordings of what the server saw, for `fedsim.load_observation`.
@@ -180,17 +180,15 @@ class Run:
         stack, round and client.
         """
         # What the server saw: `participant-*` and `wire-*` are of other vantages.
-        return self._all("observations/**/client-*.json") + self._all(
-            "observations/**/aggregate-*.json"
-        )
+        kinds = ("client", "aggregate")
+        return [
+            path for kind in kinds for path in files_of(self.out, f"observations/**/{kind}-*.json")
+        ]
 
     @property
     def report(self) -> Path:
         """Path of the HTML report."""
         return self.out / "report.html"
-
-    def _all(self, pattern: str) -> list[Path]:
-        return files_of(self.out, pattern)
 
 
 def _line(row: Row) -> bytes:

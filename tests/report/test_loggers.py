@@ -1,4 +1,4 @@
-"""Copies of a run in MLflow and _TensorBoard, read again with the tools themselves."""
+"""Copies of a run in MLflow and TensorBoard, read again with the tools themselves."""
 
 from __future__ import annotations
 
