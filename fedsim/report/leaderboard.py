@@ -112,16 +112,16 @@ def count_images(rows: Sequence[ResultRow]) -> int | None:
 
 
 def _units(rows: Sequence[ResultRow]) -> list[list[int]]:
-    """Groups the indices of `rows` by network, from three networks on, and else as `_unshared`."""
+    """Groups the indices of `rows` by network, from three networks on, and else as `_group_apart`."""
     # Trials of one network share its weights: their spread says nothing of other networks.
     networks: dict[Path, list[int]] = {}
     for index, row in enumerate(rows):
         networks.setdefault(row.folder, []).append(index)
-    apart = _unshared(rows)
+    apart = _group_apart(rows)
     return [*networks.values()] if LEAST <= len(networks) < len(apart) else apart
 
 
-def _unshared(rows: Sequence[ResultRow]) -> list[list[int]]:
+def _group_apart(rows: Sequence[ResultRow]) -> list[list[int]]:
     """Groups the indices of `rows` so that no two groups have an image in common, in order."""
     groups: list[tuple[set[str], list[int]]] = []
     for index, row in enumerate(rows):
@@ -260,7 +260,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
     # A leak is only what the update added: public images alone may bring a gain.
     due = _due_gains(rows, main.ranking.name) if main.ranking.name in yielded else None
     # A mean over a network would hide the one picture of many that leaks.
-    counted = measured(due, _unshared(rows))
+    counted = measured(due, _group_apart(rows))
     leaks = sum(gain >= main.leaks for gain in counted)
     return LeaderboardRow(
         cell=first.cell,
@@ -286,10 +286,6 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         failures=dict(Counter(row.reason or "no reason given" for row in rows if not row.ok)),
         metrics={name: summary(values[name]) for name in METRICS},
         worst={name: _worst(rows, name, values[name]) for name in METRICS},
-        baseline={
-            name: _mean([g for row in rows if (g := value_of(row.baseline, name)) is not None])
-            for name in METRICS
-        },
         gains=measured_by(lambda name: gains(rows, name) if name in yielded else None),
         own_gains=measured_by(lambda name: _own_gains(rows, name) if name in yielded else None),
         others=measured_by(lambda name: [value_of(row.other_update, name) for row in rows]),
@@ -306,25 +302,30 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         leaking=share(leaks, len(counted), confidence=confidence) if counted else None,
         no_control=_no_control(rows),
         ended=all(row.ended for row in rows),
-        guess_public=min(_list_stated(rows, "baseline", "public"), default=None),
-        guess_public_per_image=min(
-            _list_stated(rows, "baseline", "public_per_image"), default=None
-        ),
         **_claimed(rows),
         **_stated(rows),
         accuracy=accuracy_of([r.utility for r in rows if r.utility], confidence=confidence),
         certificates=_certificates(rows),
         networks=len({row.folder for row in rows}),
         clients=len({(row.folder, row.client) for row in rows}),
-        # Images that public ones nearly show are no leak of the update.
-        near_copies=sum(_list_stated(rows, "baseline", "near_copies")),
         recognizable=_recognizable(rows, due),
     )
 
 
 def _stated(rows: list[ResultRow]) -> dict[str, Any]:
-    """Returns the fields of a line that state what became of the model, and what theory says."""
+    """Returns the fields of a line that state the guess, what became of the model, and theory."""
+    guesses = [row.baseline for row in rows if row.baseline]
     return {
+        "baseline": {
+            name: _mean([value for each in guesses if (value := each[name]) is not None])
+            for name in METRICS
+        },
+        "guess_public": min(_list_stated(rows, "baseline", "public"), default=None),
+        "guess_public_per_image": min(
+            _list_stated(rows, "baseline", "public_per_image"), default=None
+        ),
+        # Images that public ones nearly show are no leak of the update.
+        "near_copies": sum(_list_stated(rows, "baseline", "near_copies")),
         **{name: _mean(_list_stated(rows, "utility", name)) for name in _MEASURED},
         "diverged": sum(_list_stated(rows, "utility", "diverged")),
         "seconds": _mean(_list_stated(rows, "cost", "seconds")),
