@@ -112,7 +112,7 @@ def count_images(rows: Sequence[ResultRow]) -> int | None:
 
 
 def _units(rows: Sequence[ResultRow]) -> list[list[int]]:
-    """Groups the indices of `rows` by network, from three networks on, and else as `_group_apart`."""
+    """Groups the indices of `rows` by network from three on, and else as `_group_apart`."""
     # Trials of one network share its weights: their spread says nothing of other networks.
     networks: dict[Path, list[int]] = {}
     for index, row in enumerate(rows):
