@@ -50,7 +50,7 @@ class _Column:
 
 def _value(row: LeaderboardRow) -> str:
     found = measure_row(row, row.ranked_by)
-    return ABSENT if found.value == ABSENT else f"{found.heading} {found.value}"
+    return ABSENT if found.value == ABSENT else found.words
 
 
 def _mean(row: LeaderboardRow) -> str:

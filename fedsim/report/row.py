@@ -403,6 +403,11 @@ class Measured:
         """Name of the metric as a column has it, without its unit."""
         return heading_of(self.metric)
 
+    @property
+    def words(self) -> str:
+        """Text of the metric's name and value."""
+        return f"{self.heading} {self.value}"
+
 
 def heading_of(metric: Metric) -> str:
     """Returns the name of a metric for people, without its unit."""
