@@ -7,6 +7,7 @@ from deep_victims import descend, observe, staged
 from fedsim import rng
 from fedsim.attacking.knowledge import hand_over
 from fedsim.attacking.question import Public
+from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing.cases import example_batch
 from fedsim_attacks.gradient_matching._image_priors import expose, trusted_contrast
@@ -47,15 +48,22 @@ def test_several_local_steps_of_a_deep_body_are_relaxed_and_not_unrolled():
     [([], 400, 13.0), ([{"name": "gaussian_noise", "std": 0.01}], 200, 12.0)],
 )
 def test_a_deep_body_is_peeled_first_and_relaxed_last_and_its_images_come_out(
-    defense, iterations, least
+    defense, iterations, least, monkeypatch
 ):
     """Two photographs behind a ResNet-18."""
     observation, truth = observe(defense)
-    attack = FactoredInversion(iterations=iterations)
-    state, kinds = descend(attack, observation)
+    kinds, step = [], FactoredInversion.step
+
+    def watched(self, state):
+        state = step(self, state)
+        kinds.append(type(state.phase.misfit))
+        return state
+
+    monkeypatch.setattr(FactoredInversion, "step", watched)
+    result = solve(FactoredInversion(iterations=iterations), observation, Knowledge(), 0)
     if not defense:
         assert kinds == [StagePeeling] * 140 + [PartGradient] * 160 + [Relaxation] * 100
-    images = attack.postprocess(state).images
+    images = result.reconstruction.images
     error = (images[:, None] - truth.images[None]).square().flatten(2).mean(2).min(1).values
     assert float(-10 * error.log10().mean()) > least
 
