@@ -43,11 +43,8 @@ class _Labelled:
     """Split that a CSV gives it, `train` or `test`; empty if the CSV gives none."""
 
 
-def read_labels(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
-    """Yields the images that the CSV at `labels` in the folder lists, in its order, or refuses.
-
-    The columns are `file`, `label`, and optionally `split` and `client`.
-    """
+def _read_labels(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
+    """Yields the images that the CSV at `labels` in the folder lists, in its order, or refuses."""
     name = tree.name(labels)
     reader = csv.DictReader(io.StringIO(tree.text(labels)), strict=True)
     try:
@@ -234,7 +231,7 @@ class ImageFolder(DataSource):
 
     def _find_images(self, tree: Tree) -> dict[str, list[_Labelled]]:
         if self.labels is not None:
-            return self._split(tree, list(read_labels(tree, _parts(self.labels))))
+            return self._split(tree, list(_read_labels(tree, _parts(self.labels))))
         laid_out: dict[str, list[_Labelled]] = {"train": [], "test": []}
         bare = []
         for path in tree.images():

@@ -180,7 +180,7 @@ class Tree(ABC):
 
 
 @final
-class DirectoryTree(Tree):
+class _DirectoryTree(Tree):
     """Reads files below a directory. Links are followed, to the fourth level and no deeper."""
 
     def _paths(self) -> Iterator[Parts]:
@@ -207,7 +207,7 @@ class DirectoryTree(Tree):
 
 
 @final
-class ZipTree(Tree):
+class _ZipTree(Tree):
     """Reads members of a zip archive. zipfile reads no more of a member than its stated size."""
 
     def __init__(self, root: Path, archive: zipfile.ZipFile) -> None:
@@ -304,7 +304,7 @@ def _format(path: Parts) -> str | None:
 def open_tree(root: Path) -> Iterator[Tree]:
     """Opens the tree at `root`, a directory or a zip archive, for the `with` block, or refuses."""
     if root.is_dir():
-        yield DirectoryTree(root)
+        yield _DirectoryTree(root)
         return
     try:
         archive = zipfile.ZipFile(paths.regular(root, paths.ARCHIVE))
@@ -313,4 +313,4 @@ def open_tree(root: Path) -> Iterator[Tree]:
             f"{root} is neither a directory nor a readable zip archive ({error}): correct `path`"
         ) from error
     with archive:
-        yield ZipTree(root, archive)
+        yield _ZipTree(root, archive)

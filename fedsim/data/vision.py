@@ -12,7 +12,7 @@ from fedsim.system.paths import from_home
 from fedsim.types import Dataset, FedsimError
 
 
-class VisionSource(DataSource):
+class _VisionSource(DataSource):
     """Loads the torchvision data set of the same class name, from the folders torchvision makes."""
 
     root: str = "data"
@@ -60,7 +60,7 @@ class VisionSource(DataSource):
 
 
 @final
-class CIFAR10(VisionSource):
+class CIFAR10(_VisionSource):
     """60,000 colour photographs of 32x32 pixels in 10 classes; 50,000 train, 10,000 test."""
 
     paper: ClassVar[str] = "Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"
@@ -70,7 +70,7 @@ class CIFAR10(VisionSource):
 
 
 @final
-class CIFAR100(VisionSource):
+class CIFAR100(_VisionSource):
     """60,000 colour photographs of 32x32 pixels in 100 classes; 50,000 train, 10,000 test."""
 
     paper: ClassVar[str] = CIFAR10.paper
@@ -80,7 +80,7 @@ class CIFAR100(VisionSource):
 
 
 @final
-class MNIST(VisionSource):
+class MNIST(_VisionSource):
     """70,000 handwritten digits in grey, 28x28 pixels; 60,000 train, 10,000 test."""
 
     paper: ClassVar[str] = (

@@ -56,15 +56,10 @@ _LARGEST = 10**8
 _BATCH = 256
 
 
-class FeatureExtractor:
-    """Computes rows of L2 norm 1: features of a frozen model, or pixels if there is no model.
-
-    The model is public: it must not have been trained on the clients' data. A row of zeros has no
-    direction and stays as it is. A row has `dimension` features.
-    """
+class _FeatureExtractor:
+    """Computes rows of L2 norm 1: features of a frozen, public model, or pixels without one."""
 
     def __init__(self, problem: Problem) -> None:
-        """Reads the model and weights that `problem` has, if any; a FedsimError if they misfit."""
         dataset = problem.dataset
         assert isinstance(dataset, Dataset)
         self._device = problem.device
@@ -73,8 +68,8 @@ class FeatureExtractor:
         if self._spec:
             self._model = build(self._spec, rng.derive(problem.seed, "model"))
             if problem.weights is not None:
-                weights = from_home(problem.weights)
-                parameters, buffers = read_weights(weights, self._model)
+                # They must not have been trained on the clients' data.
+                parameters, buffers = read_weights(from_home(problem.weights), self._model)
                 self._model.load_state_dict({**parameters, **buffers}, strict=False)
             self._model.to(self._device).eval()
         self.dimension = self.of(torch.zeros(1, *dataset.input_spec.input_shape)).shape[1]
@@ -153,7 +148,7 @@ class _KernelRegression(OneRelease):
         self._dataset = problem.dataset
         self._stack = problem.stack
         self._learner = learner
-        self._features = FeatureExtractor(problem)
+        self._features = _FeatureExtractor(problem)
         d, self._classes = self._features.dimension, len(problem.dataset.classes)
         self._names = problem.dataset.classes
         self._weights: Tensor | None = None

@@ -180,13 +180,10 @@ def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> 
     The weights are a function of `seed`; those of the model itself are as without defenses.
 
     Raises:
-        PluginError: the model is not installed.
+        PluginError: the model is not installed, or is no model.
         FedsimError: the architecture does not fit the inputs, or the model does not fit the memory.
     """
-    cls = plugins.load("fedsim.models", spec.name)
-    if not issubclass(cls, ModelPlugin):
-        raise plugins.PluginError(f"model plugin {spec.name!r} does not derive from ModelPlugin")
-    plugin = cls.model_validate(dict(spec.parameters))
+    plugin = _load_plugin(spec)
     if spec.columns and (plugin.imprint or not plugin.takes_rows):
         what = f"model {spec.name}{'.imprint' * bool(plugin.imprint)}"
         raise FedsimError(
@@ -201,10 +198,17 @@ def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> 
 
 
 def size_of(spec: ModelSpec, defenses: Sequence[ModelDefense] = ()) -> size.Size | None:
-    """Counts the memory of the model that `build` would make; None if it cannot be counted."""
-    plugin = plugins.load("fedsim.models", spec.name).model_validate(dict(spec.parameters))
-    assert isinstance(plugin, ModelPlugin)
-    return _count_size(plugin, spec, defenses)
+    """Counts the memory of the model that `build` would make; None if it cannot be counted.
+
+    Raises:
+        PluginError: the model is not installed, or is no model.
+    """
+    return _count_size(_load_plugin(spec), spec, defenses)
+
+
+def _load_plugin(spec: ModelSpec) -> ModelPlugin:
+    cls = plugins.load_as("fedsim.models", spec.name, (ModelPlugin,))
+    return cls.model_validate(dict(spec.parameters))
 
 
 def feature_size(body: nn.Module, input_shape: tuple[int, ...]) -> int:

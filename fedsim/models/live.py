@@ -314,14 +314,11 @@ class _Logits(nn.Module):
             try:
                 answer: Any = self.module(images)
             except _FeaturesReached as reached:
-                return cast(Tensor, _as_precise(reached.features, images))
+                answer = reached.features
         answer = getattr(answer, "logits", answer)
-        return cast(Tensor, _as_precise(answer[0] if isinstance(answer, tuple) else answer, images))
-
-
-def _as_precise(answer: Any, images: Tensor) -> Any:
-    """Returns a model's answer in its images' precision, whatever its own code computes in."""
-    return answer.to(images.dtype) if isinstance(answer, Tensor) else answer
+        answer = answer[0] if isinstance(answer, tuple) else answer
+        # A model's own code may compute in another precision than that of its images.
+        return cast(Tensor, answer.to(images.dtype) if isinstance(answer, Tensor) else answer)
 
 
 def _probe(model: nn.Module, input_shape: tuple[int, int, int]) -> Tensor:

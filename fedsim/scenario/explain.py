@@ -80,10 +80,10 @@ def explain(
     for finding in findings:
         if finding.expected is None or finding.path not in outer:
             by_path.setdefault(finding.path, []).append(finding)
-    return [(path, _message(group, look_up(value, path))) for path, group in by_path.items()]
+    return [(path, _message(group, _look_up(value, path))) for path, group in by_path.items()]
 
 
-def look_up(value: Any, path: KeyPath) -> Any:
+def _look_up(value: Any, path: KeyPath) -> Any:
     """Returns what stands at `path` in nested mappings and lists; None where nothing, or null."""
     for part in path:
         if isinstance(value, Mapping):
@@ -134,7 +134,7 @@ def _finding(
         return _Finding(path, None, str(context.get("error", detail["msg"])))
     expected, choices = _describe_expected(kind, context)
     if expected is None:
-        return _Finding(path, None, f"{detail['msg']} (got {show(look_up(value, path))})")
+        return _Finding(path, None, f"{detail['msg']} (got {show(_look_up(value, path))})")
     # pydantic ends a location with [key] if the key itself is wrong, not its value.
     if detail["loc"][-1:] == ("[key]",):
         return _Finding(path, None, f"expected {expected}, got {show(path[-1])}")
@@ -167,7 +167,7 @@ def _written_path(location: tuple[int | str, ...], value: Any, kind: str) -> Key
     """Returns pydantic's location without the names of union members, which nobody wrote."""
     path: list[int | str] = []
     for position, part in enumerate(location):
-        here = look_up(value, tuple(path))
+        here = _look_up(value, tuple(path))
         if isinstance(here, Mapping):
             # A missing key is not in the mapping, yet it is what the message has to name.
             written = part in here or (kind == "missing" and position == len(location) - 1)

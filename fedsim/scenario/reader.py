@@ -20,9 +20,9 @@ from fedsim.types import FedsimError
 from fedsim.words import number_of
 
 MAX_BYTES = 1_000_000
-MAX_DEPTH = 32
-MAX_NODES = 50_000
-MAX_DIGITS = 500
+_MAX_DEPTH = 32
+_MAX_NODES = 50_000
+_MAX_DIGITS = 500
 """Maximum number of digits of a number. Python may refuse integers of more than 640 decimal digits,
 and a hexadecimal digit is 1.2 decimal ones."""
 
@@ -148,9 +148,9 @@ class _Builder:
             self.depth -= 1
             if anchor:
                 self.anchors[anchor] = node
-        if self.nodes > MAX_NODES:
-            problem = f"more than {number_of(MAX_NODES, 'value')}; shorten it, or use fewer aliases"
-            self.refuse(_line(event), problem)
+        if self.nodes > _MAX_NODES:
+            most = number_of(_MAX_NODES, "value")
+            self.refuse(_line(event), f"more than {most}; shorten it, or use fewer aliases")
         return node
 
     def fresh(self, event: yaml.Event, events: Iterator[yaml.Event]) -> _Node:
@@ -176,8 +176,8 @@ class _Builder:
 
     def check_depth(self, event: yaml.Event, depth: int) -> None:
         """Refuses a value that is nested too deeply."""
-        if depth > MAX_DEPTH:
-            self.refuse(_line(event), f"nested deeper than {MAX_DEPTH} levels; flatten it")
+        if depth > _MAX_DEPTH:
+            self.refuse(_line(event), f"nested deeper than {_MAX_DEPTH} levels; flatten it")
 
     def sequence(self, line: int, events: Iterator[yaml.Event]) -> _Node:
         items: list[_Node] = []
@@ -233,7 +233,7 @@ class _Builder:
             return text
         for pattern, convert in _SCALARS:
             if pattern.fullmatch(text):
-                if len(text) > MAX_DIGITS:
+                if len(text) > _MAX_DIGITS:
                     self.refuse(_line(event), f"a number of {len(text)} digits; shorten it")
                 return convert(text)
         return text

@@ -58,11 +58,11 @@ def as_document(written: Document | Mapping[str, Any] | Scenario) -> Document:
     """Returns `written` as a document; what YAML cannot write is a ScenarioError."""
     if isinstance(written, Document):
         return written
-    return Document(_plain(as_written(written) if isinstance(written, Scenario) else written))
+    return Document(_plain(_as_written(written) if isinstance(written, Scenario) else written))
 
 
-def as_written(scenario: Scenario) -> dict[str, Any]:
-    """Returns the scenario as plain values in the form of the YAML file: parameters inline."""
+def _as_written(scenario: Scenario) -> dict[str, Any]:
+    """Returns the scenario as plain values in the form of the YAML file."""
     plain = scenario.model_dump(mode="json")
     for slot in list(plugin_slots(plain)):
         entry = dict(slot.value)
@@ -271,7 +271,7 @@ _Dumper.add_representer(str, _represent_text)
 def dump(scenario: Scenario) -> str:
     """Returns the scenario as YAML that loads to an equal one; same scenario, same text."""
     return yaml.dump(
-        as_written(scenario), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
+        _as_written(scenario), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
     )
 
 

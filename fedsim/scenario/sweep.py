@@ -40,7 +40,7 @@ _EXAMPLES = {"--set": "training.rounds=10", "--grant": "labels=known"}
 
 
 @dataclass(frozen=True)
-class Override:
+class _Override:
     """Puts a value at a key path, and says where it comes from."""
 
     path: KeyPath
@@ -52,14 +52,8 @@ class Override:
         return self.value.mark(())
 
 
-def parse_override(text: str, option: str = "--set") -> Override:
-    """Reads an override such as `attacks[0].iterations=50`, whose value is YAML (empty: null).
-
-    `option` of the command line, `--set` or `--grant`, is named by errors.
-
-    Raises:
-        ScenarioError: `text` has no `=`, its key is no key path, or its value is no YAML.
-    """
+def _parse_override(text: str, option: str) -> _Override:
+    """Reads an override such as `attacks[0].iterations=50`; errors name `option`."""
     origin = f"{option} {text if len(text) <= 80 else text[:77] + '...'}"
     key, equals, value = _split(text)
     try:
@@ -70,18 +64,13 @@ def parse_override(text: str, option: str = "--set") -> Override:
         raise ScenarioError([ScenarioProblem(str(error), (), origin)]) from error
     # An empty value is null, as after a key in YAML.
     document = parse_yaml(value, origin, lines=False) if value.strip() else Document(None)
-    return Override(path, Document(document.value, {**document.marks, (): Mark(origin)}))
+    return _Override(path, Document(document.value, {**document.marks, (): Mark(origin)}))
 
 
-def apply(document: Document, overrides: Sequence[Override]) -> Document:
-    """Returns a copy of the document with every override in place, later ones winning.
+def _apply_all(document: Document, overrides: Sequence[_Override]) -> Document:
+    """Returns a copy with every override in place, later ones winning, or refuses all wrong ones.
 
-    A mapping on the way that does not exist is created; a plugin written as just its name becomes a
-    mapping that parameters can be added to.
-
-    Raises:
-        ScenarioError: key paths, all of them listed, lead through something that is no mapping or
-            list, or beyond the end of a list.
+    Mappings that are missing on the way are made, also of plugins that are written as their names.
     """
     problems: list[ScenarioProblem] = []
     for override in overrides:
@@ -108,7 +97,7 @@ def parameters_of(
     Raises:
         ScenarioError: the plugin is not installed, or a setting is wrong.
     """
-    written = apply(Document({"name": name}), parse_overrides(settings))
+    written = _apply_all(Document({"name": name}), _parse_overrides(settings))
     try:
         return resolve_plugin(group, written).parameters
     except ScenarioError as error:
@@ -124,19 +113,19 @@ def parameters_of(
 
 def grant_of(words: Sequence[str]) -> Grant:
     """Returns the grant that words such as `labels=known` make; a ScenarioError refuses others."""
-    grants = parse_overrides(words, "--grant")
+    grants = _parse_overrides(words, "--grant")
     overrides = [replace(grant, path=("knowledge", *grant.path)) for grant in grants]
-    section: Grant = resolve_section("knowledge", apply(Document({}), overrides))
+    section: Grant = resolve_section("knowledge", _apply_all(Document({}), overrides))
     return section
 
 
-def parse_overrides(texts: Sequence[str], option: str = "--set") -> list[Override]:
-    """Reads overrides as `parse_override` does; a ScenarioError lists all that are wrong."""
-    parsed: list[Override] = []
+def _parse_overrides(texts: Sequence[str], option: str = "--set") -> list[_Override]:
+    """Reads overrides; a ScenarioError lists all that are wrong."""
+    parsed: list[_Override] = []
     problems: list[ScenarioProblem] = []
     for text in texts:
         try:
-            parsed.append(parse_override(text, option))
+            parsed.append(_parse_override(text, option))
         except ScenarioError as error:
             problems += error.problems
     if problems:
@@ -155,7 +144,7 @@ def _split(text: str) -> tuple[str, str, str]:
     return text, "", ""
 
 
-def _apply(document: Document, override: Override) -> Document:
+def _apply(document: Document, override: _Override) -> Document:
     path, new = override.path, override.value
     # Only text at these places is a plugin's bare name, which parameters may be added to.
     shorthand = {slot.path: slot.value for slot in plugin_slots(document.value)}
@@ -203,7 +192,7 @@ def _apply(document: Document, override: Override) -> Document:
     return Document(value, marks)
 
 
-MAX_VARIANTS = 1000
+_MAX_VARIANTS = 1000
 _LABEL_LENGTH = 100
 _SINGLE = ("description", "seed", "attack_seed", "device")
 """Sections that hold no keys."""
@@ -248,11 +237,11 @@ def open_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     Raises:
         ScenarioError: the file cannot be read, or an override is wrong.
     """
-    parsed = parse_overrides(overrides)
+    parsed = _parse_overrides(overrides)
     document = read(path)
     if not isinstance(document.value, Mapping):
         return document  # which `expand` refuses
-    return _pin_overrides(apply(document, parsed), parsed)
+    return _pin_overrides(_apply_all(document, parsed), parsed)
 
 
 def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
@@ -269,8 +258,8 @@ def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
     variants: list[Variant] = []
     for values in product(*(axis.values for axis in axes)):
         try:
-            assigned = [Override(a.path, value) for a, value in zip(axes, values, strict=True)]
-            scenario = resolve(apply(base, assigned))
+            assigned = [_Override(a.path, value) for a, value in zip(axes, values, strict=True)]
+            scenario = resolve(_apply_all(base, assigned))
         except ScenarioError as error:
             # Variants share most of their text; ScenarioError drops repeated problems.
             problems += error.problems
@@ -344,10 +333,10 @@ def _axes(document: Document) -> tuple[list[_Axis], list[ScenarioProblem]]:
         axis = _Axis(key, parse(key), items)
         axes.append(axis)
     count = math.prod(len(axis.values) for axis in axes)
-    if count > MAX_VARIANTS:
+    if count > _MAX_VARIANTS:
         problem = (
-            f"stands for {number_of(count, 'scenario')}, and at most {MAX_VARIANTS:,} are allowed; "
-            "sweep less"
+            f"stands for {number_of(count, 'scenario')}, and at most {_MAX_VARIANTS:,} are "
+            "allowed; sweep less"
         )
         # Without axes `expand` still checks the scenario itself, once.
         return [], [*problems, document.problem(("sweep",), problem)]
@@ -390,7 +379,7 @@ def _list_swept(document: Document) -> Iterator[tuple[str, KeyPath]]:
             continue  # `expand` refuses it
 
 
-def _pin_overrides(document: Document, overrides: Sequence[Override]) -> Document:
+def _pin_overrides(document: Document, overrides: Sequence[_Override]) -> Document:
     """Returns the document without the swept keys that an override sets."""
     problems: list[ScenarioProblem] = []
     for key, path in list(_list_swept(document)):

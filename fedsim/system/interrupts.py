@@ -126,7 +126,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _watch(reader: int) -> NoReturn:
     """Ends the process at a second signal, or when it does not end by itself."""
-    _next(reader)
+    while os.read(reader, 1)[0] not in SIGNALS:
+        pass  # others have handlers of their own
     # A signal behind the end of the work has nothing to clean up, and waits for nothing.
     is_late = _state.ended and not _state.received
     if not is_late:
@@ -135,12 +136,6 @@ def _watch(reader: int) -> NoReturn:
         say(lambda text: os.write(2, f"{_SHOW_CURSOR if os.isatty(2) else ''}{text}\n".encode()))
     # In a thread `sys.exit` would end that thread alone.
     os._exit(STATUS)
-
-
-def _next(reader: int) -> None:
-    """Waits for the next of the handled signals: others have handlers of their own."""
-    while os.read(reader, 1)[0] not in SIGNALS:
-        pass
 
 
 def _ignore(numbers: list[signal.Signals]) -> None:

@@ -9,7 +9,7 @@ import platform
 import stat
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedsim.types import FedsimError
@@ -72,10 +72,11 @@ def _lock(path: Path, option: str) -> int:
             _acquire(handle, path, option)
             # Its holder may have removed the file between opening and
             # locking: the lock would be on nothing.
-            if _is_at(handle, path):
-                os.ftruncate(handle, 0)
-                os.write(handle, f"process {os.getpid()} on {platform.node()}\n".encode())
-                return handle
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), path.stat()):
+                    os.ftruncate(handle, 0)
+                    os.write(handle, f"process {os.getpid()} on {platform.node()}\n".encode())
+                    return handle
         except BaseException:
             os.close(handle)
             raise
@@ -99,10 +100,3 @@ def _acquire(handle: int, path: Path, option: str) -> None:
             f"{path.parent}: its file system knows no locks; see to it that no other run uses it",
             stacklevel=2,
         )
-
-
-def _is_at(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_scenario
 from typer.testing import CliRunner
 
 import fedsim
@@ -24,21 +24,16 @@ from fedsim.types import Dataset, FedsimError, GroundTruth
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
-SCENARIO: dict[str, Any] = {
-    "name": "public",
-    "seed": 5,
-    "data": {"source": {"name": "digits", "size": 12}, "clients": 3},
-    "model": {
-        "name": "mlp",
-        "hidden": [32],
-        "head": {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1},
-    },
-    "training": {"algorithm": "fedsgd", "local": {"batch_size": 4, "lr": 0.1}},
-    "defenses": {"none": []},
-    "attacks": ["feature_regression"],
-    "observe": {"batch_sizes": [2]},
-    "knowledge": {"public": "test"},
-}
+HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
+SCENARIO = tiny_scenario(
+    seed=5,
+    data={"source": {"name": "digits", "size": 12}, "clients": 3},
+    model={"name": "mlp", "hidden": [32], "head": HEAD},
+    training__rounds=3,
+    attacks=["feature_regression"],
+    observe={"batch_sizes": [2]},
+    knowledge={"public": "test"},
+)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,10 @@ _STEP = {"name": "step", "every": 2, "factor": 0.1}
 
 
 def scenario(
-    local: dict[str, Any], stack: list[dict[str, Any]] | None = None, **training: Any
+    local: dict[str, Any],
+    stack: list[dict[str, Any]] | None = None,
+    attacks: tuple[str, ...] = (),
+    **training: Any,
 ) -> Scenario:
     training = {"rounds": 5, "local": {"batch_size": 6, "lr": 0.01, **local}, **training}
     return resolve(
@@ -37,6 +40,7 @@ def scenario(
             model={"name": "mlp", "hidden": [8]},
             training=training,
             defenses={"none": stack or []},
+            attacks=list(attacks),
         )
     )
 
@@ -130,24 +134,9 @@ def test_the_server_steps_by_the_rounds_rate() -> None:
 def test_a_step_that_is_not_plain_sends_a_change_of_weights() -> None:
     for local in ({"optimizer": "adam"}, {"weight_decay": 0.1}):
         assert Workload(scenario(local), "none").training.algorithm == "fedavg"
-        assert any("training.local" in line for line in cautions(scenario_with_attack(local)))
-    assert not cautions(scenario_with_attack({}))
-
-
-def scenario_with_attack(local: dict[str, Any]) -> Scenario:
-    plain = scenario(local)
-    return plain.model_copy(
-        update={"attacks": resolve({**_QUICK, "attacks": ["inverting_gradients"]}).attacks}
-    )
-
-
-_QUICK: dict[str, Any] = {
-    "name": "tiny",
-    "data": {"source": "digits", "clients": 2},
-    "model": "mlp",
-    "attacks": [],
-    "defenses": {"none": []},
-}
+        attacked = scenario(local, attacks=("inverting_gradients",))
+        assert any("training.local" in line for line in cautions(attacked))
+    assert not cautions(scenario({}, attacks=("inverting_gradients",)))
 
 
 @pytest.mark.parametrize(

@@ -296,12 +296,9 @@ def test_updates_are_those_of_serial_training(model, how):
             torch.testing.assert_close(found[name][k], value, rtol=1e-9, atol=1e-11)
 
 
-def test_batch_norm_in_training_mode_is_refused():
+def test_what_clients_cannot_share_is_refused():
     with pytest.raises(FedsimError, match="norm: group"):
         _require_batched(make_model("convnet", width=4, norm="batch"), training())
-
-
-def test_dropout_in_training_mode_is_refused():
     model = make_model(head={"width": 8})
     with pytest.raises(FedsimError, match="dropout"):
         _require_batched(model, training(dropout=0.5))
