@@ -109,7 +109,7 @@ def experiment(
     change = paper.of_data_eigenvalues(BETA, smallest, gain=gain)
 
     def accuracy(alpha: Tensor, rows: Tensor) -> float:
-        found = ntk.predict(test, rows, alpha, weights).argmax(1)
+        found = (ntk.kernel(test, rows, weights) @ alpha).argmax(1)
         return float((found == truth).double().mean())
 
     counts = {epsilon: paper.samples(epsilon, DELTA, printed) for epsilon in EPSILONS}
@@ -132,7 +132,7 @@ def experiment(
         for epsilon, count in counts.items():
             alpha = paper.fit_sampled(samples[:, :count], labels, RIDGE)
             scores[epsilon].append(accuracy(alpha, rows))
-            seen = ntk.predict(train, rows, alpha, weights).argmax(1)
+            seen = (ntk.kernel(train, rows, weights) @ alpha).argmax(1)
             trained[epsilon].append(float((seen == classes).double().mean()))
             strays[epsilon].append(float((cross @ alpha - exact).abs().max()))
     return {
@@ -144,9 +144,7 @@ def experiment(
         "distance": holds,
         "not_private": accuracy(ntk.fit(gram, labels, RIDGE), train),
         "not_private_train": float(
-            (ntk.predict(train, train, ntk.fit(gram, labels, RIDGE), weights).argmax(1) == classes)
-            .double()
-            .mean()
+            ((gram @ ntk.fit(gram, labels, RIDGE)).argmax(1) == classes).double().mean()
         ),
         "largest_prediction": float(exact.abs().max()),
         "without_kernel": _spread(control),

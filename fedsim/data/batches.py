@@ -11,7 +11,7 @@ from fedsim.words import number_of
 
 
 def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """Draws `batch_size` of `indices`, which are as many at least, in random order."""
+    """Draws `batch_size` of `indices` (n,) in random order; a FedsimError if n is less."""
     if batch_size > len(indices):
         raise FedsimError(
             f"a batch of {number_of(batch_size, 'image')} was asked of a client that has "
@@ -22,7 +22,7 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
 
 
 def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """Draws each of `indices`, at least one, with probability `batch_size` / len(`indices`)."""
+    """Draws each of `indices` (n,), n > 0, with probability `batch_size` / n: perhaps none."""
     # In double precision, as the rate is: a float32 draw is a multiple of 2^-24 and would round the
     # rate that the accountant takes.
     drawn = torch.rand(len(indices), generator=rng, dtype=torch.float64)

@@ -5,7 +5,6 @@ Each set is split once and for all, a fixed share of every class going to the te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, final
 
 import torch
@@ -117,11 +116,6 @@ def _digits(size: int) -> tuple[Tensor, Tensor]:
 
 def _photos() -> tuple[Tensor, tuple[str, ...]]:
     """Returns the crops of each photograph after those of the one before, and their names."""
-    photographs = _photographs()
-    return torch.cat([_crops(picture) for picture in photographs.values()]), tuple(photographs)
-
-
-def _photographs() -> Mapping[str, Image]:
     import skimage.data
     from PIL import Image
     from sklearn.datasets import load_sample_image
@@ -137,7 +131,8 @@ def _photographs() -> Mapping[str, Image]:
         "pavilion": load_sample_image("china.jpg"),
         "dahlia": load_sample_image("flower.jpg"),
     }
-    return {name: Image.fromarray(array) for name, array in pixels.items()}
+    crops = [_crops(Image.fromarray(array)) for array in pixels.values()]
+    return torch.cat(crops), tuple(pixels)
 
 
 def _crops(picture: Image) -> Tensor:

@@ -127,8 +127,7 @@ def _whole_shards(count: int, clients: int, per_client: int) -> int:
     )
     raise FedsimError(
         f"{number_of(count, 'training image')} cannot be cut into {clients} x {per_client} equal "
-        "shards: "
-        f"{remedy}"
+        f"shards: {remedy}"
     )
 
 
@@ -148,8 +147,7 @@ def _natural_owners(dataset: Dataset | Table, clients: int) -> Tensor:
     if owners != clients:
         raise FedsimError(
             f"{dataset.name} has {number_of(owners, 'natural client')}, the scenario asks for "
-            f"{clients}: set "
-            f"data.clients to {owners}"
+            f"{clients}: set data.clients to {owners}"
         )
     return dataset.client_of
 

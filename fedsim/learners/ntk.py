@@ -57,28 +57,23 @@ def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float 
 def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
     """Computes α = (K + λ I)⁻¹ Y, (n, c), of `gram` K (n, n), `labels` Y (n, c) and λ = `ridge`.
 
+    Rows x (a, d) then have the values K(x, X) α (a, c); the largest of a row is its class.
+
     Raises:
         FedsimError: `ridge` is not positive, or lost in the rounding of a singular K.
     """
     if not ridge > 0:
         raise FedsimError(f"ridge {ridge}: λ has to be positive, or K + λ I may be singular")
     shifted = gram + ridge * torch.eye(len(gram), dtype=gram.dtype)
-    return torch.cholesky_solve(labels, _factor(shifted, ridge))
-
-
-def predict(
-    x: Tensor, train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
-) -> Tensor:
-    """Computes the (a, c) values K(x, X) α, of which the largest in a row is its class.
-
-    Args:
-        x: (a, d) rows to classify.
-        train: X (n, d), whose kernel matrix `fit` was given.
-        alpha: α (n, c), as `fit` returns it.
-        weights: As of `kernel`.
-        scale: As of `kernel`.
-    """
-    return kernel(x, train, weights, scale=scale) @ alpha
+    lower, info = torch.linalg.cholesky_ex(shifted)
+    # A tiny pivot is rounding: Cholesky need not fail on a singular matrix.
+    pivots = lower.diagonal().square()
+    if int(info) or float(pivots.min()) < _SINGULAR * float(shifted.diagonal().max()):
+        raise FedsimError(
+            f"ridge {ridge}: K + λ I is singular up to rounding; raise the ridge, to 1e-10 times "
+            "the kernel's largest value at least"
+        )
+    return torch.cholesky_solve(labels, lower)
 
 
 def quadratic_form(
@@ -113,17 +108,3 @@ def evaluate_form(x: Tensor, form: Tensor) -> Tensor:
 def one_hot(labels: Tensor, classes: int) -> Tensor:
     """Returns `labels` (n,) as (n, classes) of zeros and ones, in float64."""
     return torch.nn.functional.one_hot(labels, classes).double()
-
-
-def _factor(matrix: Tensor, ridge: float) -> Tensor:
-    """Returns L of `matrix` = L L', unless `ridge` does not make it positive definite."""
-    lower: Tensor
-    lower, info = torch.linalg.cholesky_ex(matrix)
-    # A tiny pivot is rounding: Cholesky need not fail on a singular matrix.
-    pivots = lower.diagonal().square()
-    if int(info) or float(pivots.min()) < _SINGULAR * float(matrix.diagonal().max()):
-        raise FedsimError(
-            f"ridge {ridge}: K + λ I is singular up to rounding; raise the ridge, to 1e-10 times "
-            "the kernel's largest value at least"
-        )
-    return lower

@@ -251,9 +251,8 @@ class _Ensemble(_KernelRegression):
             raise FedsimError(
                 f"a predictor of {number_of(self._classes, 'class', 'classes')} and "
                 f"{number_of(d, 'feature')} has "
-                f"{number_of(self._classes * d * d, 'entry', 'entries')}; "
-                f"use a `model` with fewer features, or smaller "
-                "images"
+                f"{number_of(self._classes * d * d, 'entry', 'entries')}; use a `model` with fewer "
+                "features, or smaller images"
             )
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -299,6 +298,5 @@ class _Single(_KernelRegression):
         return counted_once({FEATURES: F.pad(rows, padding), ALPHA: F.pad(alpha, padding)})
 
     def predict(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        return ntk.predict(
-            rows, parameters[FEATURES], parameters[ALPHA], self._weights, scale=self._learner.scale
-        )
+        train, scale = parameters[FEATURES], self._learner.scale
+        return ntk.kernel(rows, train, self._weights, scale=scale) @ parameters[ALPHA]

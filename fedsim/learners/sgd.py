@@ -87,13 +87,6 @@ class _SGDTraining(Computation):
         )
 
     @property
-    def _columns(self) -> Tensors:
-        """Index of the table's column that each input entry comes from; empty for images."""
-        widths = [column.width for column in self.spec.columns]
-        numbers = torch.arange(len(widths)).repeat_interleave(torch.tensor(widths or [0]))
-        return {"columns": numbers} if widths else {}
-
-    @property
     def _seed(self) -> int:
         return rng.derive(self._problem.seed, "model")
 
@@ -206,10 +199,13 @@ class _SGDTraining(Computation):
                     losses = torch.stack(
                         [self._mean_loss(at, buffers, used, training) for at in (parameters, after)]
                     )
+        widths = torch.tensor([column.width for column in self.spec.columns])
+        # Number of the table's column that each input entry comes from; images have none.
+        columns = torch.arange(len(widths)).repeat_interleave(widths) if len(widths) else None
         return GroundTruth(
             images=torch.cat([pixels for pixels, _ in request.batches[:distinct]]),
             labels=torch.cat([labels for _, labels in request.batches[:distinct]]),
-            more=self._columns,
+            more={} if columns is None else {"columns": columns},
             features=features,
             local_losses=losses,
         )

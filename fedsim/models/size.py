@@ -74,7 +74,10 @@ def _stand_in(argument: object) -> object:
 
 
 def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> Size | None:
-    """Counts the size of the model of `build` for one input; None if the meta device cannot."""
+    """Counts the size of the model that `build` makes, for one input (C, H, W) or (D,).
+
+    None says that it cannot be counted, since a part of it needs real numbers.
+    """
     try:
         with torch.device("meta"), torch.no_grad(), _ShapesAlone():
             model = build()
@@ -86,10 +89,10 @@ def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> 
         return None
 
 
-def check(size: Size | None, content: str = "the model's weights") -> None:
-    """Refuses, by a FedsimError about `content`, a model whose known `size` exceeds the memory."""
+def check(size: Size | None) -> None:
+    """Refuses, by a FedsimError, a model that exceeds the memory; a `size` of None passes."""
     if size is not None:
-        memory.check(_COPIES * size.state, content, "use a smaller model")
+        memory.check(_COPIES * size.state, "the model's weights", "use a smaller model")
 
 
 def check_batch(size: Size | None, key: str, images: int, device: torch.device) -> None:

@@ -160,10 +160,6 @@ class Document:
         """Returns a problem with the value at `path`, and where that value is written."""
         return self.mark(path).problem(path, message)
 
-    def error(self, path: str, message: str) -> ScenarioError:
-        """Returns the error to raise about the value at `path`, such as `data.clients`."""
-        return ScenarioError([self.problem(parse(path), message)])
-
     def part(self, path: KeyPath) -> Document:
         """Returns what stands at `path`, which has to exist, as a document of its own."""
         value = self.value

@@ -36,6 +36,8 @@ from fedsim.scenario.resolve import (
 from fedsim.types import FedsimError
 from fedsim.words import nearest, number_of
 
+# All before the first `=` that is not within a quoted key.
+_KEY = re.compile(r'((?:[^"=]|"[^"]*")*+)=')
 _EXAMPLES = {"--set": "training.rounds=10", "--grant": "labels=known"}
 
 
@@ -55,14 +57,15 @@ class _Override:
 def _parse_override(text: str, option: str) -> _Override:
     """Reads an override such as `attacks[0].iterations=50`; errors name `option`."""
     origin = f"{option} {text if len(text) <= 80 else text[:77] + '...'}"
-    key, equals, value = _split(text)
+    match = _KEY.match(text)
     try:
-        if not equals:
+        if not match:
             raise ValueError(f"expected key=value, such as {_EXAMPLES[option]}")
-        path = parse(key.strip())
+        path = parse(match[1].strip())
     except ValueError as error:
         raise ScenarioError([ScenarioProblem(str(error), (), origin)]) from error
     # An empty value is null, as after a key in YAML.
+    value = text[match.end() :]
     document = parse_yaml(value, origin, lines=False) if value.strip() else Document(None)
     return _Override(path, Document(document.value, {**document.marks, (): Mark(origin)}))
 
@@ -131,17 +134,6 @@ def _parse_overrides(texts: Sequence[str], option: str = "--set") -> list[_Overr
     if problems:
         raise ScenarioError(problems)
     return parsed
-
-
-def _split(text: str) -> tuple[str, str, str]:
-    """Splits at the first `=` that is not within a quoted key."""
-    quoted = False
-    for position, character in enumerate(text):
-        if character == '"':
-            quoted = not quoted
-        elif character == "=" and not quoted:
-            return text[:position], "=", text[position + 1 :]
-    return text, "", ""
 
 
 def _apply(document: Document, override: _Override) -> Document:
@@ -285,8 +277,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
                 document.problem(
                     ("sweep",),
                     f"stands for {number_of(len(variants), 'scenario')} where one is wanted; "
-                    "remove it, or pin "
-                    "every swept key with --set",
+                    "remove it, or pin every swept key with --set",
                 )
             ]
         )

@@ -37,7 +37,10 @@ def compute_exactly(device: str | torch.device) -> None:
 
 
 def move_tensors(value: T, device: str | torch.device, but: Collection[str] = ()) -> T:
-    """Returns a copy of a dataclass with its tensors, nested too, on `device`, `but` for fields."""
+    """Returns a copy of a dataclass with all tensors on `device`, nested ones, too.
+
+    Fields whose names are in `but` stay as they are.
+    """
     assert is_dataclass(value) and not isinstance(value, type)
     found: dict[str, Any] = {}
     for field in fields(value):

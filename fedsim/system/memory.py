@@ -60,9 +60,8 @@ def check(needed: float, content: str, remedy: str, device: torch.device | None 
         available = torch.cuda.get_device_properties(device).total_memory
     if needed > available:
         raise FedsimError(
-            f"{content} take about {needed / _GIB:.1f} GiB, and there are "
-            f"{available / _GIB:.1f} GiB; "
-            f"{remedy}"
+            f"{content} take about {needed / _GIB:.1f} GiB, and there are {available / _GIB:.1f} "
+            f"GiB; {remedy}"
         )
 
 

@@ -125,29 +125,6 @@ def test_client_folders_name_the_natural_clients(write):
     assert data.placed_by_label
 
 
-@pytest.mark.parametrize("missing", ["train", "test"])
-def test_a_missing_split_is_refused(write, missing):
-    files = {name: content for name, content in FILES.items() if not name.startswith(missing)}
-    with pytest.raises(FedsimError, match=f"no image at {missing}/<class>/<name>"):
-        ImageFolder(path=write(files)).load()
-
-
-def test_a_test_class_without_training_images_is_refused(write):
-    with pytest.raises(FedsimError, match="class 'c'"):
-        ImageFolder(path=write({**FILES, "test/c/1.png": png(0)})).load()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\x89PNG\r\n\x1a\n garbage", png((1, 2, 3))[:-30], png(0, kind="BMP")],
-    ids=["empty", "garbage", "truncated", "another format"],
-)
-def test_a_damaged_image_is_named(write, content):
-    with pytest.raises(FedsimError, match=r"train/a/bad\.png cannot be read") as caught:
-        ImageFolder(path=write({**FILES, "train/a/bad.png": content})).load()
-    assert "BytesIO" not in str(caught.value)
-
-
 def test_a_member_with_a_wrong_checksum_is_named(tmp_path):
     path = tmp_path / "set.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
@@ -252,28 +229,41 @@ def test_a_csv_names_the_labels(write):
     assert data.left_out == (("not asked for", 1),)
 
 
+def without(split):
+    return {name: content for name, content in FILES.items() if not name.startswith(split)}
+
+
+def labelled(row):
+    return {**FLAT, "labels.csv": rows_of(["IMG_0.png,a", "IMG_2.png,b", row])}
+
+
+DAMAGED = [b"", b"\x89PNG\r\n\x1a\n garbage", png((1, 2, 3))[:-30], png(0, kind="BMP")]
+
+
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("files", "said"),
     [
-        ("../secret.png,a", r"line 4: '../secret.png' is no path within the folder"),
-        ("IMG_1.png", "line 4: no label"),
-        ("IMG_0.png,a", "line 4: 'IMG_0.png' is listed before"),
-        ('"IMG_1.png,a', "line 4: unexpected end of data"),
+        (without("train"), "no image at train/<class>/<name>"),
+        (without("test"), "no image at test/<class>/<name>"),
+        ({**FILES, "test/c/1.png": png(0)}, "class 'c'"),
+        # The text of Pillow's error names a buffer.
+        *(
+            ({**FILES, "train/a/bad.png": content}, r"bad\.png cannot be read (?!.*BytesIO)")
+            for content in DAMAGED
+        ),
+        (labelled("../secret.png,a"), r"line 4: '../secret.png' is no path within the folder"),
+        (labelled("IMG_1.png"), "line 4: no label"),
+        (labelled("IMG_0.png,a"), "line 4: 'IMG_0.png' is listed before"),
+        (labelled('"IMG_1.png,a'), "line 4: unexpected end of data"),
+        ({**FLAT, "labels.csv": b""}, "no column 'file'"),
+        ({**FLAT, "labels.csv": b"file,class\n"}, "no column 'label'"),
+        ({**FLAT, "labels.csv": b"\xff\xfe\x00"}, "UTF-8"),
     ],
 )
-def test_wrong_rows_are_refused_with_their_lines(write, row, said):
-    rows = ["IMG_0.png,a", "IMG_2.png,b", row]
+def test_what_is_no_set_of_images_is_refused(write, files, said):
+    labels = "labels.csv" if "labels.csv" in files else None
     with pytest.raises(FedsimError, match=said):
-        ImageFolder(path=write({**FLAT, "labels.csv": rows_of(rows)}), labels="labels.csv").load()
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [(b"", "no column 'file'"), (b"file,class\n", "no column 'label'"), (b"\xff\xfe\x00", "UTF-8")],
-)
-def test_a_wrong_csv_is_refused(write, content, said):
-    with pytest.raises(FedsimError, match=said):
-        ImageFolder(path=write({**FLAT, "labels.csv": content}), labels="labels.csv").load()
+        ImageFolder(path=write(files), labels=labels).load()
 
 
 def test_a_link_out_of_the_folder_is_no_file_of_it(tmp_path):

@@ -52,7 +52,7 @@ def test_regression_interpolates_without_ridge_and_forgets_the_kernel_with_much(
     x = unit_rows(10, 20, 0)
     labels = ntk.one_hot(torch.arange(10) % 3, 3)
     gram = ntk.kernel(x, x)
-    close = ntk.predict(x, x, ntk.fit(gram, labels, 1e-10))
+    close = ntk.kernel(x, x) @ ntk.fit(gram, labels, 1e-10)
     torch.testing.assert_close(close, labels, rtol=0, atol=1e-7)
     alpha = ntk.fit(gram, labels, 1e9)
     torch.testing.assert_close(alpha, paper.fit_without_kernel(labels, 1e9), rtol=1e-7, atol=1e-17)
@@ -123,7 +123,7 @@ def test_the_predictor_is_a_quadratic_form_and_so_is_the_mean_of_several(
     for seed in (0, 1):
         train, alpha = unit_rows(7 + seed, 5, seed), unit_rows(7 + seed, 3, 20 + seed)
         forms.append(ntk.quadratic_form(train, alpha, weights, scale=scale))
-        expected.append(ntk.predict(x, train, alpha, weights, scale=scale))
+        expected.append(ntk.kernel(x, train, weights, scale=scale) @ alpha)
         torch.testing.assert_close(ntk.evaluate_form(x, forms[-1]), expected[-1])
         torch.testing.assert_close(forms[-1], forms[-1].transpose(1, 2))
     mean = ntk.evaluate_form(x, torch.stack(forms).mean(0))
@@ -309,7 +309,7 @@ class TestErrorsOfThePaper:
         """Definition 3.8 divides by n, Algorithm 2 does not."""
         images, classes = digits(200)
         alpha = ntk.fit(ntk.kernel(images, images), ntk.one_hot(classes, 10), 10.0)
-        values = ntk.predict(images, images, alpha)
+        values = ntk.kernel(images, images) @ alpha
         assert torch.equal(values.argmax(1), (values / 200).argmax(1))
 
     def test_the_kernel_behind_few_samples_is_worse_than_none(self) -> None:
@@ -321,7 +321,7 @@ class TestErrorsOfThePaper:
         count = paper.samples(8.0, self.DELTA, paper.distance(1_000, 1e-6, 7e-3))
 
         def accuracy(alpha: Tensor) -> float:
-            values = ntk.predict(images[test], images[train], alpha)
+            values = ntk.kernel(images[test], images[train]) @ alpha
             return float((values.argmax(1) == classes[test]).double().mean())
 
         private = [

@@ -211,7 +211,6 @@ def test_later_errors_can_be_located() -> None:
     assert str(absent) == "x.yaml:2: data.partition: impossible"
     elsewhere = locate(document, FedsimError("/data/x.png: is no image"))
     assert str(elsewhere) == "x.yaml: /data/x.png: is no image"
-    assert str(document.error("name", "odd")) == "x.yaml:1: name: odd"
     assert locate(Document({}), FedsimError("a: b")).line is None
 
 
