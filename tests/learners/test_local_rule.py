@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import tiny_scenario
-from torch import Tensor, nn
 
 from fedsim.attacking.replay import simulation_error
 from fedsim.contracts.attack import create, solve
@@ -45,13 +44,6 @@ def scenario(
     )
 
 
-def weights_after(model: nn.Module, optimizer: Any, batches: list[tuple[Tensor, Tensor]]) -> None:
-    for images, labels in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-
-
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
     "adam": ({"optimizer": "adam"}, lambda p, lr: torch.optim.Adam(p, lr)),
     "adamw": (
@@ -76,12 +68,12 @@ def test_a_round_is_that_of_torch_optim_at_the_rounds_rate(name: str, steps: int
     workload.model.load_state_dict(parameters)
     truth: Any = trained.truth
     images = normalize(truth.images, workload.spec).chunk(steps)
-    rate = 0.01 * 0.1**2  # two falls before round 5
-    weights_after(
-        workload.model,
-        make(workload.model.parameters(), rate),
-        list(zip(images, truth.labels.chunk(steps), strict=True)),
-    )
+    # Two falls of the rate come before round 5.
+    optimizer = make(workload.model.parameters(), 0.01 * 0.1**2)
+    for batch, labels in zip(images, truth.labels.chunk(steps), strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(workload.model(batch), labels).backward()
+        optimizer.step()
     for key, after in workload.model.named_parameters():
         moved = after.detach() - parameters[key]
         torch.testing.assert_close(trained.update.tensors[key], moved, atol=1e-7, rtol=1e-3)

@@ -1,6 +1,5 @@
 """Laws that hold for every model, every head and every image shape it accepts; the KAN by scipy."""
 
-import copy
 import itertools
 import math
 
@@ -198,15 +197,18 @@ def test_resnet18_is_torchvisions(stem):
     if stem == "small":
         reference.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
         reference.maxpool = torch.nn.Identity()
-    model = build(spec("resnet18", {"stem": stem}), seed=0)
-    body, output = copy.deepcopy(reference.state_dict()), {}
-    for name in ("weight", "bias"):
-        output[f"output.{name}"] = body.pop(f"fc.{name}")
+    assert_takes_weights(build(spec("resnet18", {"stem": stem}), seed=0), reference, "fc")
+
+
+def assert_takes_weights(model, reference, head):
+    """The weights of a library's model fit by their names, and give the same logits."""
+    body = dict(reference.state_dict())
+    output = {f"output.{name}": body.pop(f"{head}.{name}") for name in ("weight", "bias")}
     model.body.load_state_dict(body)
     model.head.load_state_dict(output)
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     model.eval(), reference.eval()
-    torch.testing.assert_close(model(images), reference(images))
+    torch.testing.assert_close(model(images), reference(images), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("pool", ["class_token", "mean"])
@@ -225,13 +227,7 @@ def test_vit_is_timms(pool):
         global_pool="token" if classed else "avg",
     )
     model = build(spec("vit", {"patch": 8, "width": 24, "heads": 3, "pool": pool}), seed=0)
-    body = dict(reference.state_dict())
-    output = {f"output.{name}": body.pop(f"head.{name}") for name in ("weight", "bias")}
-    model.body.load_state_dict(body)
-    model.head.load_state_dict(output)
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    model.eval(), reference.eval()
-    torch.testing.assert_close(model(images), reference(images), rtol=1e-5, atol=1e-6)
+    assert_takes_weights(model, reference, "head")
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

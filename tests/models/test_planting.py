@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_scenario
 
 import fedsim
 from fedsim.federation import refusals
@@ -23,16 +24,15 @@ from fedsim.types import FedsimError
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.1}
-TINY: dict[str, Any] = {
-    "name": "planted",
-    "seed": 3,
-    "data": {"source": "digits", "clients": 2},
-    "model": {"name": "mlp", "hidden": [24], "head": HEAD},
-    "training": {"rounds": 2, "local": {"batch_size": 6, "lr": 0.1}},
-    "defenses": {"none": [], "noise": [{"name": "gaussian_noise", "std": 0.001}]},
-    "attacks": ["activation_features", {"name": "best_features", "iterations": 100}],
-    "observe": {"rounds": ["last"], "clients": [0], "batch_sizes": [2], "trials": 2, "plant": True},
-}
+TINY = tiny_scenario(
+    seed=3,
+    data__source="digits",
+    model={"name": "mlp", "hidden": [24], "head": HEAD},
+    training={"rounds": 2, "local": {"batch_size": 6}},
+    defenses={"none": [], "noise": [{"name": "gaussian_noise", "std": 0.001}]},
+    attacks=["activation_features", {"name": "best_features", "iterations": 100}],
+    observe={"batch_sizes": [2], "trials": 2, "plant": True},
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +104,14 @@ def test_nothing_to_plant_is_refused(changes: dict[str, Any], message: str) -> N
         refusals.check(Workload(resolve({**TINY, **changes}), "none"))
 
 
-IMPRINTED: dict[str, Any] = {
-    **TINY,
-    "name": "imprinted",
-    "data": {"source": {"name": "faces", "size": 16}, "clients": 2},
-    "model": {"name": "mlp", "hidden": [24], "imprint": {"bins": 64}},
-    "training": {"rounds": 3, "local": {"batch_size": 6, "lr": 0.5}},
-    "defenses": {"none": []},
-    "attacks": ["imprint"],
-    "observe": {**TINY["observe"], "batch_sizes": [4]},
-}
+IMPRINTED = tiny_scenario(
+    seed=3,
+    data__source={"name": "faces", "size": 16},
+    model={"name": "mlp", "hidden": [24], "imprint": {"bins": 64}},
+    training={"rounds": 3, "local": {"batch_size": 6, "lr": 0.5}},
+    attacks=["imprint"],
+    observe={**TINY["observe"], "batch_sizes": [4]},
+)
 
 
 def test_probes_see_an_imprint_that_training_has_not_moved(tmp_path: Path) -> None:
