@@ -96,11 +96,7 @@ def _candidates(
     elif not trains:
         yield path, "the learner trains no model, and every row is asked about; remove it"
     elif observe.batch_sizes is not None:
-        yield (
-            path,
-            "candidates are of the training itself, and probes have batches of their own; remove "
-            "it, or observe.batch_sizes",
-        )
+        yield path, "no candidates are in the batches of probes; remove it, or observe.batch_sizes"
 
 
 def _attack_class(entry: AttackEntry) -> type[Attack[Any]]:
@@ -283,25 +279,13 @@ def _algorithm(training: Training) -> Iterator[SectionProblem]:
         )
     if training.algorithm != "fedsgd":
         return
-    path = ("training", "algorithm")
-    if local.optimizer != "sgd" or local.weight_decay:
-        yield (
-            path,
-            "fedsgd takes no local step, so training.local.optimizer and weight_decay have no "
-            "meaning; use fedavg, or sgd without decay",
-        )
-    if training.local.steps > 1:
-        yield (
-            path,
-            f"fedsgd sends the gradient of one step, but training.local.steps is "
-            f"{training.local.steps}; use fedavg, or 1 step",
-        )
-    if training.local.momentum:
-        yield (
-            path,
-            f"fedsgd takes no local step, so training.local.momentum ({training.local.momentum}) "
-            "has no meaning; use fedavg, or momentum 0",
-        )
+    for key, only in (("optimizer", "sgd"), ("weight_decay", 0), ("steps", 1), ("momentum", 0)):
+        if (value := getattr(local, key)) != only:
+            yield (
+                ("training", "algorithm"),
+                f"fedsgd takes no local step, but sends a gradient: training.local.{key} is "
+                f"{value}; use fedavg, or {key} {only}",
+            )
 
 
 _LEAST_RATE = 1e-30
@@ -318,11 +302,7 @@ def _schedule(training: Training) -> Iterator[SectionProblem]:
     elif schedule.name == "cosine" and schedule.every is not None:
         yield (*path, "every"), "cosine falls in every round; remove it, or use step"
     elif training.local.lr * rate_factor(training, training.rounds) < _LEAST_RATE:
-        yield (
-            (*path, "factor"),
-            f"the rate falls below {_LEAST_RATE:g} within {training.rounds} rounds; raise it, or "
-            "every",
-        )
+        yield (*path, "factor"), f"the rate falls below {_LEAST_RATE:g}; raise it, or every"
 
 
 def _partition(data: Data) -> Iterator[SectionProblem]:

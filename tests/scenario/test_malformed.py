@@ -115,7 +115,7 @@ name: base => name: ../etc # <-
     defenses["../none"] | expected a name of letters
 # Combinations
 local: {steps: 1, => algorithm: fedsgd # <-\n  local: {steps: 4,
-    training.algorithm | training.local.steps is 4; use fedavg, or 1 step
+    training.algorithm | training.local.steps is 4; use fedavg, or steps 1
 local: {steps: 1, => algorithm: fedsgd # <-\n  local: {steps: 1, momentum: 0.9,
     training.algorithm | use fedavg, or momentum 0
 [1, last] => [1, 9]
