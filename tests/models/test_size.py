@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from plugins_here import registered
 from torch import Tensor, nn
 
+from fedsim.contracts.plugins import PluginError
+from fedsim.learners.sgd import SGD
+from fedsim.models.base import size_of
 from fedsim.models.size import count_size
+from fedsim.types import ModelSpec
 
 
 class Layer(nn.Module):
@@ -88,3 +94,10 @@ def test_numbers_that_are_there_are_computed() -> None:
 )
 def test_a_layer_that_does_not_fit_its_input_has_no_size(broken: Callable[[], nn.Module]) -> None:
     assert count_size(broken, (3, 4, 5)) is None
+
+
+def test_what_is_no_model_has_no_size() -> None:
+    given: Any = {"parameters": {}, "input_shape": (1, 8, 8), "num_classes": 2}
+    spec = ModelSpec(name="idle", mean=(0.5,), std=(0.5,), **given)
+    with registered({"models": {"idle": SGD}}), pytest.raises(PluginError, match="ModelPlugin"):
+        size_of(spec)
