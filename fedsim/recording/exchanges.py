@@ -124,8 +124,7 @@ class Recorder:
         self._rounds = None if rounds is None else frozenset(rounds)
         self._clients = clients
         self._max_bytes = max_bytes
-        written = (p for p in self.folder.glob("round-*/*") if p.suffix in _WRITTEN)
-        self._used = sum(path.stat().st_size for path in written)
+        self._used = _count_bytes(self.folder)
         self._nodes: set[int] = set()
         self._left_out: dict[str, int] = {}
         self._parts: dict[PartKind, list[DeployedPart]] = {}
@@ -355,6 +354,11 @@ def _read_verified(path: Path, digest: str) -> Tensors:
     if path.is_file() and streaming.digest_of_file(path) != digest:
         raise FedsimError(f"{path}: does not match the checksum in its recording")
     return read_tensors(path)
+
+
+def _count_bytes(folder: Path) -> int:
+    written = (path for path in folder.glob("round-*/*") if path.suffix in _WRITTEN)
+    return sum(path.stat().st_size for path in written)
 
 
 LONGEST, MOST = 200, 200
