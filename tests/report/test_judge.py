@@ -393,15 +393,6 @@ def test_trials_without_a_control_make_no_leak_certain(tmp_path: Path) -> None:
     assert math.isclose(row.own_gain.max, 18.2)
 
 
-@pytest.mark.parametrize("psnr", [16.0, 48.0])
-def test_a_single_trial_without_a_control_does_not_work_for_certain(
-    psnr: float, tmp_path: Path
-) -> None:
-    (verdict,) = judged(tmp_path, controlled([trial(psnr, defense="none")], None)).verdicts
-    assert (verdict.finding, verdict.level) == ("undecided", "undecided")
-    assert verdict.strongest.no_control == "no control: one trial"
-
-
 @pytest.mark.parametrize(
     ("values", "bounded"), [(FAILS, True), ([13.0, 14.9, 11.0], False), ([14.9], False)]
 )
