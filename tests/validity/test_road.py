@@ -364,6 +364,8 @@ def test_a_saved_label_is_that_of_the_image_it_came_with(finished: Run) -> None:
         answer = solve(Dice(), seen, known, seed_of(seen, "dice"), restarts=RESTARTS).reconstruction
         assert answer.images is not None and answer.labels is not None
         assert torch.equal(own["labels"], answer.labels[_order(own, answer.images)])
+        saved_psnr = psnr(own["reconstruction"], own["truth"])
+        assert row["metrics"]["psnr"] == pytest.approx(saved_psnr, abs=1e-3), "in one order"
         assert row["metrics"]["label_accuracy"] == _label_overlap(
             answer.labels, own["truth_labels"]
         )
