@@ -85,8 +85,14 @@ def _sidecar_fields() -> Iterator[tuple[str, Any]]:
     yield "global_sha256", (str, ...)
 
 
-_SIDECAR_FIELDS: Any = dict(_sidecar_fields())
-_Sidecar: Any = create_model("_Sidecar", __config__=ConfigDict(extra="forbid"), **_SIDECAR_FIELDS)
+# A function of no known type: mypy would look for the fields of what `create_model` makes.
+def _sidecar_model() -> Any:
+    return create_model(
+        "_Sidecar", __config__=ConfigDict(extra="forbid"), **dict(_sidecar_fields())
+    )
+
+
+_Sidecar = _sidecar_model()
 _FACTS = tuple(
     name
     for name in _Sidecar.model_fields
