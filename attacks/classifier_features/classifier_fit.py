@@ -243,7 +243,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> ClassifierSolver:
-        """Reads labels off the gradient, and takes features of random images as starts."""
+        """Reads labels and draws starts; AttackFailed if the gradient determines no features."""
         classifier = ClassifierGradient.read(observation)
         classifier.check()
         small = classifier.num_images * len(classifier.weights) <= _MANY

@@ -53,7 +53,10 @@ class MembershipInference(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns log P(release | row) - log P(release | no such row), as `membership` (1,)."""
+        """Returns ln P(release | row) - ln P(release | no such row), as `membership` (1,).
+
+        An AttackFailed says that there is no candidate, or that the other rows are not known.
+        """
         if knowledge.candidate is None:
             raise AttackFailed("there is no candidate to ask about")
         if observation.payload in KERNELS:

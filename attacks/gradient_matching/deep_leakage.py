@@ -168,7 +168,7 @@ class IDLG(_GradientDistance):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _Descent:
-        """Draws images from N(0, `initial_std`²), as a tiling if `pattern` is given."""
+        """Draws images from N(0, `initial_std`²), tiled by any `pattern`; AttackFailed of rows."""
         descent = super().init(observation, knowledge, rng)
         if self.pattern:
             if observation.model.columns:

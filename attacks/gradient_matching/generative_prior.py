@@ -283,6 +283,7 @@ class GenerativePrior(IterativeAttack[_GeneratorSearch]):
         Raises:
             FedsimError: `weights` cannot be read, draws images of another shape, or was trained on
                 other data than `public` says.
+            AttackFailed: granted public images have another shape than the victim's.
         """
         matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
         labels = granted_labels(observation, knowledge)

@@ -106,7 +106,10 @@ class InvertingGradients(IterativeAttack[_Inversion]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _Inversion:
-        """Draws random images; labels are known, inferred or soft."""
+        """Draws random images; labels are known, inferred or soft.
+
+        An AttackFailed refuses to tile or stretch rows, and a likelihood without announced noise.
+        """
         if observation.model.columns and (self.pattern or self.stretched):
             raise AttackFailed("rows of a table are no pictures: drop pattern and stretched")
         matching = Matching(

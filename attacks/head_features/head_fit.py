@@ -540,7 +540,7 @@ class HeadFit(FeatureAttack[OutputSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> OutputSolver:
-        """Draws random features around the direction that all of them have in common."""
+        """Draws features around a common direction; AttackFailed if there is no two-layer head."""
         head = HeadGradient.read(observation)
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]

@@ -36,7 +36,7 @@ class SpectralFeatures(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the basis (n, d) as features; the loss is the share of energy outside."""
+        """Returns the basis (n, d); the loss is the share outside. AttackFailed if ∂L/∂W = 0."""
         head = HeadGradient.read(observation)
         if not head.grad_hidden.any():
             raise AttackFailed("nothing is left of ∂L/∂W, whose rows the span is read off")

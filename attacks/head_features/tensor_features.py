@@ -167,10 +167,10 @@ class TensorFeatures(DirectAttack):
     )
 
     variance_reduction: bool = False
-    """Subtract from g its constant and linear part in W, which have zero expected moments but most
+    """Whether g loses its constant and linear part in W, which have zero expected moments but most
     of the variance. The paper does not."""
     whiten: bool = False
-    """Use W (W'W / m)^(-1/2), whose sample covariance is I. The paper does not."""
+    """Whether W (W'W / m)^(-1/2), of sample covariance I, replaces W. The paper keeps W."""
     rows: Literal["combined", "all"] = "combined"
     """Rows that the moments are taken of: one sum g of two rows of ∂L/∂A, as in the paper, in which
     the images of a batch hide one another; or all rows, made orthonormal, where images of different
@@ -180,10 +180,10 @@ class TensorFeatures(DirectAttack):
     contraction: Literal["auto", "second", "third"] = "auto"
     """The matrix: Σ g H_2, or Σ g H_3(I, I, a); by the activation's k_2 if `auto`."""
     refine: bool = False
-    """Descend from the decomposition to what the head's gradient shows, norms included. The paper
-    does not: without it, the decomposition is the answer."""
+    """Whether the answer descends from the decomposition to what the head's gradient shows, norms
+    included. The paper does not: its answer is the decomposition."""
     oracle: bool = False
-    """Order and signs by the true features, as the paper evaluates it (section 2, order recovery);
+    """Whether the true features tell order and signs, as in the paper (section 2, order recovery):
     an upper bound that needs `knowledge.features: known`. Else signs are those that explain ∂L/∂A
     best, and the order says nothing."""
 
@@ -194,7 +194,10 @@ class TensorFeatures(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns unit features, or ones with lengths by `refine`; the loss is what they leave."""
+        """Returns features (N, d), of length 1 unless `refine`; the loss is what they leave.
+
+        An AttackFailed says that the head has no planted neurons.
+        """
         head = HeadGradient.read(observation)
         estimates, residual = self._decompose(head, rng)
         if self.refine:

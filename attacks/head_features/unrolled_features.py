@@ -200,7 +200,7 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> UnrolledSolver:
-        """Computes the row space, and draws random starts in it."""
+        """Draws starts in the row space; AttackFailed if that is not exact, or nothing is left."""
         head = HeadGradient.read(observation)
         return UnrolledSolver(head, self.iterations, self.trials, rng)
 

@@ -199,7 +199,7 @@ class FeatureRegression(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns images, labels and features; the loss is that of the features."""
+        """Returns images, labels, features and the features' loss; AttackFailed as `ImagePrior`."""
         assert knowledge.public_images is not None
         prior = ImagePrior(observation, knowledge.public_images)
         seed = int(torch.randint(2**31, (), generator=rng))

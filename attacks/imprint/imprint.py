@@ -42,7 +42,10 @@ class ImprintAttack(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the images, of the largest gradients first, and repeats them if too few."""
+        """Returns the images, of the largest gradients first, and repeats them if too few.
+
+        An AttackFailed says that the model has no imprint module, or that no image stands out.
+        """
         if _WEIGHT not in observation.update:
             raise AttackFailed(
                 "the model has no imprint module to read: set model.imprint, as {bins: 128}"

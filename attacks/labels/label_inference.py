@@ -53,7 +53,7 @@ class LabelInference(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns labels; the loss is the mean distance of counts from integers."""
+        """Returns labels (N,) as `infer_labels`; the loss is counts' mean distance to integers."""
         labels, residual = _infer(observation)
         sure = _are_demanded(observation, labels)
         certified = torch.full_like(labels, sure, dtype=torch.bool)
@@ -63,7 +63,7 @@ class LabelInference(DirectAttack):
 
 
 def infer_labels(observation: Observation) -> Tensor:
-    """Infers labels (N,) of the batch, in arbitrary order; AttackFailed without a linear layer."""
+    """Infers labels (N,) int64, in any order; AttackFailed without a linear layer that trains."""
     return _infer(observation)[0]
 
 

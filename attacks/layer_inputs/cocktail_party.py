@@ -92,7 +92,7 @@ class CocktailParty(IterativeAttack[_Unmixing]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _Unmixing:
-        """Whitens the layer's gradient, and starts at a random unmixing matrix."""
+        """Whitens the gradient and draws an unmixing matrix; AttackFailed without such a layer."""
         layers = [layer for layer in trace_layers(observation) if layer.features is not None]
         layers = [layer for layer in layers if layer.bias is not None or layer.scale_free]
         if not layers:

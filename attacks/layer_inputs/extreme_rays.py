@@ -51,7 +51,10 @@ class ExtremeRays(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns features, and labels and images where inputs tell them; means for the rest."""
+        """Returns features, and labels and images where inputs tell them; means for the rest.
+
+        An AttackFailed says that no layer is eligible, or that no input stands out.
+        """
         layers = trace_layers(observation)
         count = observation.num_images
         eligible = [layer for layer in layers if _is_eligible(layer)]

@@ -198,7 +198,7 @@ class Spear(IterativeAttack[_SpearState]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _SpearState:
-        """Decomposes the gradient of the first linear layer with a bias that ReLU follows."""
+        """Decomposes the gradient of the layer; AttackFailed if no ReLU follows one with a bias."""
         layers = [
             layer
             for layer in trace_layers(observation)
@@ -229,7 +229,10 @@ class Spear(IterativeAttack[_SpearState]):
         return state.score >= _COMPLETE or super().terminate(state)
 
     def postprocess(self, state: _SpearState) -> Reconstruction:
-        """Returns features, and labels and images where inputs tell them; means for the rest."""
+        """Returns features, and labels and images where inputs tell them; means for the rest.
+
+        An AttackFailed says that too few sparse combinations were found.
+        """
         inputs = state.best
         if inputs is None:
             raise AttackFailed(

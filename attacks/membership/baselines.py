@@ -46,7 +46,7 @@ class LossTrajectory(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the score of each candidate, as `membership` (N,)."""
+        """Returns the score of each candidate, as `membership` (N,); AttackFailed without any."""
         candidates = require_candidates(knowledge)
         asked = candidates.inputs, candidates.labels
         seen = candidates.of_victim(observation)
@@ -81,7 +81,7 @@ class GradientSimilarity(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns each candidate's mean similarity over rounds, as `membership` (N,)."""
+        """Returns mean similarities over rounds as `membership` (N,); AttackFailed of none."""
         candidates = require_candidates(knowledge)
         asked, each = (candidates.inputs, candidates.labels), []
         for seen in candidates.of_victim(observation):
@@ -113,7 +113,10 @@ class FedMIA(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the mean statistic over rounds that show two others, as `membership` (N,)."""
+        """Returns the mean statistic over rounds that show two others, as `membership` (N,).
+
+        An AttackFailed says that there is no such round or no candidate, or that sums were seen.
+        """
         candidates = require_candidates(knowledge)
         if observation.vantage in ("aggregate", "client"):
             raise AttackFailed(

@@ -68,7 +68,8 @@ class PropertyInference(DirectAttack):
 
         `class_shares` (K,) of the answer's `more` sum to 1. With `of: clients` there are (n, K)
         `client_class_shares`, a row for each client of the last update, by ascending number. With
-        `columns` there are (n, D) `client_column_shares` in [0, 1], with -1 where nobody asks.
+        `columns` there are (n, D) `client_column_shares` in [0, 1], with -1 where nobody asks. An
+        AttackFailed says that public examples or a column are missing, or rounds are too few.
         """
         images, labels = knowledge.public_images, knowledge.public_labels
         if images is None or labels is None:

@@ -59,7 +59,10 @@ class ShadowLikelihood(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the sum over rounds of each log-likelihood ratio, as `membership` (N,)."""
+        """Returns the sum over rounds of each log-likelihood ratio, as `membership` (N,).
+
+        An AttackFailed says that shadows lack examples, or do not sample as the client does.
+        """
         candidates = require_candidates(knowledge)
         pool = _ShadowPool(candidates, knowledge, self.held)
         half = self.shadows // 2

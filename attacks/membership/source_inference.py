@@ -45,7 +45,10 @@ class SourceInference(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns scores (N, K) of records and ascending clients, as `source` of `more`."""
+        """Returns scores (N, K) of records and ascending clients, as `source` of `more`.
+
+        An AttackFailed says that there are no records, or that nothing tells clients apart.
+        """
         records = knowledge.records
         if records is None or not len(records.labels):
             raise AttackFailed(

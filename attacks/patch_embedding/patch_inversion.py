@@ -239,7 +239,10 @@ class PatchInversion(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the image, and its label if the model's head has a linear layer."""
+        """Returns the image (1, C, H, W), and its label if the head has a linear layer.
+
+        An AttackFailed says that there are more images, no patch embedding, or mixed entries.
+        """
         if observation.num_images > 1:
             raise AttackFailed(
                 f"the update is of {number_of(observation.num_images, 'image')}, whose signals at "
