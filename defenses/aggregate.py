@@ -31,7 +31,10 @@ class Aggregate(AggregationDefense):
     )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the weighted mean of tensors and buffers; `num_examples` is the total."""
+        """Returns the weighted mean of tensors and buffers; `num_examples` is the total.
+
+        A FedsimError says that there is no update, one has no examples, or tensors differ.
+        """
         seen = 0
         tensors, buffers = _RunningMean(), _RunningMean()
         for update in updates:

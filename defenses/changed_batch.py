@@ -38,7 +38,7 @@ class BatchDefense(TrainingDefense):
         """Returns the change of the batch that `change` makes."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns a function for the mean direction over the changed batch, of images alone."""
+        """Returns a function for the mean direction over the changed batch; FedsimError of rows."""
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator

@@ -68,7 +68,7 @@ class DPFTRL(NoisyAggregation):
         return replace(combined, tensors={n: value / round.clients for n, value in tensors.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the server's Gaussian mechanism, or an earlier mechanism if there is one."""
+        """Returns the server's mechanism, or an earlier one; FedsimError of unbounded updates."""
         if self.noise_multiplier == 0:
             return before.unproven("dp_ftrl adds no noise: its noise_multiplier is 0")
         if math.isinf(before.sensitivity):

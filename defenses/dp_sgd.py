@@ -81,7 +81,7 @@ class DPSGD(TrainingDefense):
         return self.model_copy(update={"noise_multiplier": multiplier})
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns a function that computes the noisy mean of the examples' clipped gradients."""
+        """Returns a function for the noisy mean of clipped gradients; FedsimError without a z."""
         multiplier = self.noise_multiplier
         if multiplier is None:
             raise FedsimError(

@@ -37,7 +37,8 @@ class GaussianNoise(UpdateDefense):
     std: _Scale | None = None
     """Standard deviation, in the update's units."""
     multiplier: _Scale | None = None
-    """Standard deviation over the L2 bound that the defenses before this one prove."""
+    """Standard deviation over the L2 bound that the defenses before this one prove; without one,
+    methods raise a FedsimError."""
     epsilon: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """ε of one release, from which the multiplier follows."""
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -79,7 +80,7 @@ class GaussianNoise(UpdateDefense):
         )
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns noise on the update."""
+        """Returns the effect of noise on the update; an empty one if its deviation is 0."""
         std = self._std(before.sensitivity, before.reason)
         return Effect(noise=(Noise(variance=std**2, on="update"),) if std else ())
 

@@ -77,7 +77,7 @@ class GaussianSampling(StatisticDefense):
         return self.least_eigenvalue is not None
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses a client's kernel matrix with an eigenvalue below the assumed least one."""
+        """Refuses, by a FedsimError, K (n, n) with an eigenvalue below the assumed least."""
         if self.least_eigenvalue is None or not len(value):
             return
         eigenvalues = torch.linalg.eigvalsh(value)
@@ -100,7 +100,7 @@ class GaussianSampling(StatisticDefense):
         return sampled_covariance(square_root(lifted), samples, rng)
 
     def guarantee(self, release: Release) -> SamplingRelease:
-        """Returns what is proven of the draws, for the largest change to K by a neighbour."""
+        """Returns what is proven of the draws; FedsimError if not even one keeps to `epsilon`."""
         gain, row_norm = release.gain, release.row_norm
         if self.lift is not None:
             change = kernel_distance.eigenvalues_under_lift(

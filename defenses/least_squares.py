@@ -62,14 +62,14 @@ class LeastSquaresMechanism(DataDefense):
         return min(self.leverage, self.residual) < 1
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuses clients' rows [B, b] (n, d + 1) of more leverage or residual than declared."""
+        """Refuses, by a FedsimError, rows [B, b] (n, d + 1) that exceed what is declared."""
         for client, rows in clients.items():
             require("least_squares.leverage", self.leverage, rows, f"client {client}")
             if self.residual < 1:
                 require("least_squares.residual", self.residual, rows, f"client {client}")
 
     def sigma(self, release: Release) -> float:
-        """Returns σ, in the units of the rows; 0 where no noise is needed."""
+        """Returns σ in units of rows, 0 if none is needed; FedsimError unless `ls` or `als`."""
         kind, r, d = release.kind, release.columns, release.features
         if kind not in ("normal_coefficients", "sketched_coefficients"):
             raise FedsimError(

@@ -68,7 +68,7 @@ class SecureAggregation(MaskedAggregation):
         return self
 
     def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
-        """Returns the terms of a sum of updates, of `most_examples` examples each at most."""
+        """Returns the terms of a sum of up to `most_examples` each; FedsimError without a bound."""
         if self.range is None and math.isinf(before.sensitivity):
             raise FedsimError(
                 "secure_aggregation: nothing bounds an update's entries, which have to be of a "
@@ -110,7 +110,7 @@ class SecureAggregation(MaskedAggregation):
         return replace(combined, tensors={n: value / round.clients for n, value in noisy.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the mechanism of the shared noise; without any, each client's own guarantee."""
+        """Returns the mechanism of shared noise, else clients' own guarantee; errors as `terms`."""
         self.terms(before, 1)
         if not self.noise_multiplier or before.mechanism:
             if before.pooled and self.colluding:

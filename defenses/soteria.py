@@ -39,7 +39,10 @@ class Soteria(TrainingDefense):
     that."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns a function for the direction with the classifier's pruned columns at zero."""
+        """Returns a function for the direction with the classifier's pruned columns at zero.
+
+        The function raises a FedsimError if the head begins with no linear layer.
+        """
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator

@@ -101,7 +101,7 @@ class SvtPrivacy(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns at most the share `fraction` of the entries, with noise, and zeros elsewhere."""
+        """Returns up to `fraction` of entries, noisy, and else 0; FedsimError if too few pass."""
         if not update:
             return update, state
         # In the order of the names, as NVFlare draws.
