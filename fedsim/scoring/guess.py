@@ -44,7 +44,8 @@ class Guess:
     images: Tensor
     """(N, C, H, W) pixels in [0, 1]; for a table (N, D) rows on [0, 1]."""
     labels: Tensor
-    """(N,) int64: the granted ones if they are known, or the likeliest multiset; ascending."""
+    """(N,) int64: the granted ones if they are known, or the likeliest multiset; ascending,
+    but for granted ones of rows."""
     public: int
     """Number of public images, or rows, that the guess was learned from."""
     public_per_image: float
@@ -105,7 +106,7 @@ class Guesser(_PublicExamples):
         return near_copies(images, self.public())
 
     def __call__(self, count: int, labels: Sequence[int] | None = None) -> Guess:
-        """Returns the guess of `count` images, whose labels are known if given."""
+        """Returns the guess of `count` images; ScoringError if known `labels` are not as many."""
         if labels is not None and len(labels) != count:
             raise ScoringError(f"the guess needs {count} labels, got {len(labels)}")
         # Sorted, so that batches of the same multiset share one cached guess.
@@ -159,7 +160,7 @@ class RowGuesser(_PublicExamples):
         return int((torch.cdist(rows.double(), self._examples.double()) < _SAME_ROW).any(1).sum())
 
     def __call__(self, count: int, labels: Sequence[int] | None = None) -> Guess:
-        """Returns the guess of `count` rows, whose `labels` are known if given."""
+        """Returns the guess of `count` rows, whose `labels` are known if given, in their order."""
         return Guess(
             name="mean_row",
             images=self.mean.expand(count, -1).clone(),
@@ -196,7 +197,7 @@ def _likeliest(labels: Tensor, count: int) -> Tensor:
 
 
 def mean_image(images: Tensor) -> Tensor:
-    """Returns the mean image (C, H, W) or row (D,), in [0, 1], of uint8 or of values in [0, 1]."""
+    """Returns the mean in [0, 1], (C, H, W) or (D,), of uint8 or [0, 1]; ScoringError of none."""
     if not len(images):
         raise ScoringError("the zero-information guess needs a public image")
     total = torch.zeros(images.shape[1:], dtype=torch.float64)

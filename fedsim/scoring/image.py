@@ -26,7 +26,7 @@ _SSIM_WINDOW = 7
 
 
 def check_pixels(images: Tensor, what: str) -> None:
-    """Refuses tensors that are no finite (N, C, H, W) pixels in [0, 1]; `what` names them."""
+    """Refuses, by a ScoringError on `what`, all but finite (N, C, H, W) floats in [0, 1]."""
     if images.ndim != 4 or images.numel() == 0:
         raise ScoringError(
             f"{what}: expected images of shape (N, C, H, W), got {tuple(images.shape)}"

@@ -125,7 +125,7 @@ def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
 
 
 def measure_chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, GuessChances]:
-    """Returns the chance that a guess reaches each level of a metric, for updates with noise."""
+    """Returns metric -> chance that a guess reaches each level; empty without noise on updates."""
     seen = request.observation
     if seen is None or not seen.effect.noise:
         return {}
@@ -171,7 +171,7 @@ def score_other(own: Tensors, other: Tensors, pairs: list[int]) -> Scores:
     """Scores an attack's answer to another update against the truth of this one: the control.
 
     `own` and `other` are tensors by name, as `tensors_to_save` returns them. `pairs` are indices of
-    the other's rows of a table, one in the place of each own row.
+    the other's rows of a table, one in the place of each own row. Errors are those of `score`.
     """
     (_, truth), (made, _) = read_saved(own), read_saved(other)
     answers = {

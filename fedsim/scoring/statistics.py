@@ -72,7 +72,7 @@ class Share:
 
 
 def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Returns (low, high) of Student's interval of the mean of two values or more (1908)."""
+    """Returns (low, high) by Student (1908) for the mean; ValueError without two finite values."""
     sample = np.asarray(values, dtype=np.float64)
     if sample.ndim != 1 or len(sample) < 2 or not np.isfinite(sample).all():
         raise ValueError("an interval of the mean needs at least two finite values")
@@ -129,7 +129,7 @@ def chance_of(more: int, others: int, fewer: int, rest: int) -> float:
 
 
 def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary | None:
-    """Summarizes `values` by mean and interval; returns None for an empty sample."""
+    """Summarizes finite `values` by mean and interval; returns None for an empty sample."""
     if not values:
         return None
     sample = np.asarray(values, dtype=np.float64)

@@ -182,7 +182,7 @@ class Features(Target):
     )
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are no features, or have another width than any true ones."""
+        """Refuses, by a ScoringError, what are no features (N, d), or have not the truth's d."""
         _check_features(answer, "reconstruction")
         true = self.truth_of(truth)
         if true is None:
@@ -205,7 +205,7 @@ class Features(Target):
         return TargetScores(values=self.compute_metrics(pair), assignment=assignment)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scored guess of features, from those of public images, where there is one."""
+        """Returns the score of features guessed from public images; None if there is no guess."""
         true = self.truth_of(request.truth)
         # Beside an attack that answers no features none are guessed; beside a failed one they are.
         silent = request.found is not None and request.found.features is None

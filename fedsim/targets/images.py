@@ -183,7 +183,7 @@ class Images(Target):
         return ImageAid(guesser=guesser, fill=guesser.mean, lpips=lpips)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are no pixels, or have another shape than the true images."""
+        """Refuses, by a ScoringError, what are no pixels in [0, 1], or not shaped as the truth."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("images were answered, and the batch is of rows of a table")
@@ -211,7 +211,7 @@ class Images(Target):
         return TargetScores(values=values, assignment=assignment, missing=missing, notes=notes)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scored guess of a batch of images."""
+        """Returns the scored guess of images; None without public ones, or beside labels alone."""
         guess = guessed_batch(request, aids)
         unseen = self.truth_of(request.truth) is None
         if guess is None or unseen or answers_labels_alone(request.found):

@@ -65,7 +65,7 @@ class Labels(Target):
     metrics: ClassVar[tuple[Metric, ...]] = (LABEL_ACCURACY,)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are not integers of shape (N,)."""
+        """Refuses, by a ScoringError, answers that are not integers of shape (N,)."""
         _check_labels(answer, "reconstruction")
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:

@@ -212,7 +212,10 @@ class Membership(Target):
         return tensors.get(self.part), {CANDIDATE_MEMBERS: tensors[CANDIDATE_MEMBERS]}
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are not a score of each candidate; scores may be infinite."""
+        """Refuses, by a ScoringError, what is not a score, maybe infinite, of each candidate.
+
+        So it does candidates that a copy, or a classifier of inputs and labels, tells apart.
+        """
         members = self.truth_of(truth)
         if members is None:
             raise ScoringError("candidates were scored, and the truth names none")

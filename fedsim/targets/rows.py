@@ -122,7 +122,7 @@ class Rows(Target):
         return tensors["rows"][tensors["members"]] if "rows" in tensors else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are not a row for each that took part, or leave [-1, 1]."""
+        """Refuses, by a ScoringError, what is not a row in [-1, 1] for each that took part."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("rows were recovered from what was computed from no table")
@@ -151,7 +151,7 @@ class Rows(Target):
         return TargetScores(values=values)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scored guess: for each row the mean of the others, or zeros."""
+        """Returns the score of guessing the mean of other rows, or zeros; None without a table."""
         members = self.truth_of(request.truth)
         if members is None:
             return None
@@ -255,7 +255,7 @@ class Records(Target):
         return super().truth_of(truth) if "columns" in truth.tensors() else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are no records, or have entries beyond [0, 1]."""
+        """Refuses, by a ScoringError, what are no records, or have entries beyond [0, 1]."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("records were answered, and the batch is of images")
@@ -279,7 +279,7 @@ class Records(Target):
         return TargetScores(values=values, assignment=assignment, missing=missing)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scored guess, which is the mean of public rows."""
+        """Returns the score of guessing the mean of public rows; None if nothing is guessed."""
         guess = guessed_batch(request, aids)
         # A failed attack is compared with the guess, too.
         answered = request.found is None or self.answer_of(request.found) is not None

@@ -75,7 +75,7 @@ class ClassShares(_Shares):
         return _shares_of(labels)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are not (K,) shares that sum to 1, to 0.001."""
+        """Refuses, by a ScoringError, answers that are not (K,) shares that sum to 1, to 0.001."""
         if answer.ndim != 1 or not _are_distributions(answer):
             raise ScoringError("class_shares: expected a share of each class, (K,), that sum to 1")
 
@@ -135,7 +135,7 @@ class ClientClassShares(_ClientMeans):
     )
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers of another shape, or that are no distributions over classes."""
+        """Refuses, by a ScoringError, shapes other than (n, K), and what is no distribution."""
         super().check(answer, truth)
         # Zeros would else be nearer to uneven clients than any answer that knows nothing.
         if not _are_distributions(answer):
@@ -144,7 +144,7 @@ class ClientClassShares(_ClientMeans):
             )
 
     def leave(self, batch: Truth, held: HeldExamples) -> Tensor | None:
-        """Leaves the shares (1, K) of classes among all that the client holds; None of rows."""
+        """Leaves the shares (1, K) of classes in all that the client holds; None without any."""
         if "labels" not in batch.tensors() or not held.classes:
             return None
         return _shares_of(held.labels, held.classes)[None]
@@ -182,7 +182,7 @@ class ClientColumnShares(_ClientMeans):
         return held()[0].double().mean(0)[None]
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers of another shape, that are not finite, or without any positive entry."""
+        """Refuses, by a ScoringError, other shapes, non-finite entries, and rows all below 0."""
         super().check(answer, truth)
         if bool((answer < 0).all(1).any()):
             raise ScoringError("client_column_shares: no column is answered")

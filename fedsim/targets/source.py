@@ -150,7 +150,7 @@ class Source(Target):
     )
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses answers that are not a finite score of each client for each record."""
+        """Refuses, by a ScoringError, what is not a finite score (N, K) of records and clients."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("clients of records were named, and the truth has no records")
