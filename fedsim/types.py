@@ -231,7 +231,10 @@ def watcher_of(vantage: str) -> str:
 
 
 def server_of(parameters: Mapping[str, Any]) -> Manipulation:
-    """Returns the manipulation of a model of these `parameters`; an imprint counts first."""
+    """Returns the server's manipulation of a model, by its `ModelSpec.parameters`.
+
+    It is `modified` with an imprint, else `planted` with a planted head, else `honest`.
+    """
     if parameters.get("imprint"):
         return "modified"
     head = parameters.get("head")

@@ -121,7 +121,7 @@ class CurveMechanism(ABC):
 @final
 @dataclass(frozen=True)
 class Composed:
-    """Composes independent releases of the same data; parts of other units or β are refused."""
+    """Composes independent releases of the same data; FedsimError if their unit or β differs."""
 
     parts: tuple[CurveMechanism, ...]
 
@@ -136,7 +136,7 @@ class Composed:
 
     @property
     def unit(self) -> Unit:
-        """Owner of what all of them hide."""
+        """Unit that all parts hide: a `client`, or an `example`."""
         return self.parts[0].unit
 
     @property

@@ -32,13 +32,13 @@ Claims = Mapping[str, PrivacyClaim]
 
 
 def check_scenario(scenario: Scenario, stacks: Collection[str] | None = None) -> None:
-    """Runs the checks that need the scenario alone, for all its stacks or for `stacks`."""
+    """Refuses, by a FedsimError, what fails by the scenario alone, of all stacks or of `stacks`."""
     for ask in OF_SCENARIO:
         ask(scenario, scenario.defenses if stacks is None else stacks)
 
 
 def check(server: Server) -> None:
-    """Runs the checks of one stack, of `server`; a `Workload` is checked with its data, too."""
+    """Refuses, by a FedsimError, a stack that cannot work; of a `Workload`, its data, too."""
     for ask in OF_STACK:
         ask(server)
     if isinstance(server, Workload):
@@ -47,7 +47,10 @@ def check(server: Server) -> None:
 
 
 def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
-    """Runs the checks of all stacks together, once their privacy claims are known."""
+    """Refuses, by a FedsimError, an audit or a score that lacks what it needs.
+
+    `servers` and `claims` are those of all stacks, by name of the stack.
+    """
     for ask in OF_RUN:
         ask(scenario, servers, claims)
 

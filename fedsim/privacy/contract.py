@@ -128,7 +128,7 @@ class ExactCurve(Curve):
 
     @abstractmethod
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
-        """Computes log δ in each direction, under the keys of `Curve.log_deltas`."""
+        """Computes ln δ at `epsilons` >= 0, in their shape, by the keys of `Curve.log_deltas`."""
 
     @abstractmethod
     def epsilons(self, delta: float) -> Mapping[Direction, float]:

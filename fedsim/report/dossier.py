@@ -43,7 +43,7 @@ def write_dossier(
 
     Raises:
         FedsimError: `folder` holds no results, a file in it is damaged, or `pdf` is asked for and
-            no browser is installed that prints.
+            no browser is installed, or it prints nothing.
     """
     target = Path(out) if out else Path(folder)
     page, printed = target / "dossier.html", target / "dossier.pdf"

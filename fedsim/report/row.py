@@ -258,7 +258,7 @@ class LeaderboardRow:
 
     @property
     def due(self) -> Summary | None:
-        """Gain that counts, in the metric that ranks `main`: of pictures PSNR, in dB.
+        """Gain that counts, in the metric that ranks `main`: of pictures PSNR, in dB; None without.
 
         Where a control can tell (`is_decided`), it is the lesser of the gains over the guess and
         over another update. Else it is that over the guess.
@@ -340,17 +340,17 @@ class LeaderboardRow:
 
     @property
     def gain(self) -> Summary | None:
-        """Gain of the main target over the zero-information guess: of pictures PSNR, in dB."""
+        """Gain of the main target over the guess: of pictures PSNR, in dB; None without any."""
         return self.gains.get(self.main.ranking.name)
 
     @property
     def own_gain(self) -> Summary | None:
-        """Lesser of `gain` and `over_other`, trial by trial; without any control, `gain`."""
+        """Lesser of `gain` and `over_other`, trial by trial; without a control `gain`, or None."""
         return self.own_gains.get(self.main.ranking.name)
 
     @property
     def over_other(self) -> Summary | None:
-        """Gain of the main target over the same attack's answer to another update."""
+        """Gain of `main` over the same attack's answer to another update; None if there is none."""
         return self.over_others.get(self.main.ranking.name)
 
     @property

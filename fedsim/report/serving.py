@@ -98,12 +98,12 @@ def _encode(content: Content, problem: str = "") -> bytes:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers with the page of some run folders; a `with` block closes it at its end."""
+    """Serves the page of run folders at a host and port; a `with` block closes it at its end."""
 
     daemon_threads = True
 
     def __init__(self, folders: Sequence[Path], host: str, port: int, token: str | None) -> None:
-        """Listens at once; `serve_forever` answers. Arguments are those of `serve`.
+        """Listens at once; `serve_forever` answers. `port` 0 stands for any free one.
 
         `token` is what a request must have, as `/?token=...`; None only on the loopback interface.
 

@@ -139,10 +139,15 @@ class CertificateOf(RowPart):
     """States what the attack said that it knows of its own answer, in images of its batch."""
 
     images: int
+    """Number of images that the attack answered with."""
     determined: int | None = None
+    """Number of those to which the update leaves one answer; None if the attack does not say."""
     certified: int | None = None
+    """Number that the attack certifies to be right; None if it certifies nothing."""
     false: int | None = None
+    """Number of certified ones that are wrong; None if there was no truth to compare with."""
     per_image: dict[str, list[bool]] = {}
+    """Key `determined` or `certified` -> whether it holds of the answer to each true image."""
 
 
 class UtilityOf(RowPart):

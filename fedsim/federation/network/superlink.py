@@ -101,7 +101,7 @@ class Child:
         self._begin = min(self._begin, self._log.stat().st_size)
 
     def await_port(self, port: int) -> None:
-        """Waits for up to a minute until the program listens on `port` of loopback."""
+        """Waits up to a minute for the program to listen on loopback `port`; else FedsimError."""
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end and self.status is None:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
@@ -111,7 +111,7 @@ class Child:
         raise FedsimError(f"{name} does not start; its last words: {self.last_words()}")
 
     def await_words(self, words: str, who: str) -> None:
-        """Waits for up to two minutes until the program, `who` in the error, says `words`."""
+        """Waits up to two minutes for the program to say `words`; else FedsimError on `who`."""
         end = time.monotonic() + 2 * _START_SECONDS
         while words not in self.words():
             if self.status is not None or time.monotonic() > end:

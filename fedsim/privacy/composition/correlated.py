@@ -109,7 +109,10 @@ def grid(correlation: float, least: float, tolerance: float, rounding: Rounding)
 
 
 def grid_size(correlation: float, least: float = _LEAST, tolerance: float = _TOLERANCE) -> float:
-    """Estimates how many levels `grid` builds; λ close to 1 has one per step of decay."""
+    """Estimates how many levels `grid` builds of the same arguments, 2 for λ = 0.
+
+    If a step decays by less than `tolerance`, a level is a step of decay.
+    """
     if correlation == 0:
         return 2.0
     rate = -math.log(correlation)
