@@ -76,7 +76,7 @@ def images(workload: Workload) -> Dataset:
 
 
 def other_label(data: Dataset, label: Tensor) -> Tensor:
-    """Returns the class that a canary with this `label` (or labels (m,)) has in the other world."""
+    """Returns the class in the other world of a canary with this `label`, in its shape."""
     return (label + 1) % len(data.classes)
 
 

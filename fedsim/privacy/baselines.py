@@ -56,7 +56,8 @@ def mutual_information_leverage(delta: float, r: float) -> float:
     """Computes the largest leverage at which a row's mutual information is at most δ² / 2.
 
     At that leverage or below, a noisy projection onto `r` columns is (ε, δ)-private for every ε >=
-    0. The leverage of a row v of D is v'(D'D + σ² I)^-1 v: that with the noise.
+    0. The leverage of a row v of D is v'(D'D + σ² I)^-1 v: that with the noise. A δ that is not
+    in (0, 1), or r < 1, is a FedsimError.
 
     >>> f"{mutual_information_leverage(1e-3, 300):.3e}"
     '8.165e-05'

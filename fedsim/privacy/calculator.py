@@ -120,7 +120,7 @@ def _with_unit(made: Stated, answer: Answer) -> Answer:
 
 
 def require_finite(found: _Found) -> _Found:
-    """Returns the dataclass `found` if no number in it is NaN, nor infinite but for ε and log δ."""
+    """Returns the dataclass `found`; NaN, or infinity but of ε and log δ, is a FedsimError."""
     for name, value in asdict(found).items():
         each = tuple(value.values()) if isinstance(value, dict) else value
         each = each if isinstance(each, tuple) else (each,)
@@ -192,7 +192,10 @@ def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
 
 
 def parse(words: list[str] | None) -> dict[str, Any]:
-    """Parses words `key=value`, each once, into ints, floats or else strings; None is no words."""
+    """Parses words `key=value` into ints, floats or else strings; None is no words.
+
+    A word of another form, or a key that comes twice, is a FedsimError.
+    """
     keys: dict[str, Any] = {}
     for word in words or []:
         key, sign, text = word.partition("=")

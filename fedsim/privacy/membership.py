@@ -125,8 +125,8 @@ def row_claim(
     limits nothing.
 
     Args:
-        unit: what the claim hides.
-        relation: the neighbours that it tells apart.
+        unit: what the claim hides, a `client` or an `example`; None if nothing is proven.
+        relation: its neighbours, see `PrivacyClaim`; None if nothing is proven.
         epsilon: ε of the claim.
         delta: δ of the claim.
         sampled: whether an example's presence changes no other one's place in a batch.

@@ -239,9 +239,10 @@ def success_limit(chance: float, claims: Iterable[EpsilonDelta]) -> float:
 def gaussian_success_limit(chance: float, distance: float) -> float:
     """Bounds the probability of `success_limit` behind Gaussian noise alone: Φ(Φ⁻¹(chance) + μ).
 
-    `distance` is μ, how far the unit moves the released mean, in standard deviations of the noise:
-    sqrt(T) / z for T steps with noise multiplier z. No curve of claims gives a smaller bound
-    (Neyman and Pearson; Dong, Roth and Su, Gaussian Differential Privacy, 2022, section 2).
+    `chance`, at least 0, is as there. `distance` is μ >= 0, how far the protected unit moves the
+    released mean, in deviations of the noise: sqrt(T) / z for T steps with noise multiplier z. No
+    curve of claims gives a smaller bound (Neyman and Pearson; Dong, Roth and Su, Gaussian
+    Differential Privacy, 2022, section 2).
 
     >>> gaussian_success_limit(0.5, 0.0)
     0.5
@@ -398,7 +399,7 @@ class DefenseBounds:
 
 
 def list_keys(as_json: bool = False) -> str:
-    """Returns the keys of `recovery` with type, default, range and description, for a terminal."""
+    """Returns the keys of `recovery` with type, default, range and description, as text or JSON."""
     keys = [asdict(parameter) for parameter in parameters(_RecoverySetting)]
     return json.dumps(keys, indent=2) if as_json else "\n".join(key_table(keys, 80))
 

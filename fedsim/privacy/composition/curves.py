@@ -51,7 +51,7 @@ def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
     """Computes the least proven ε in [0, 10^4] of all releases together at δ; inf if there is none.
 
     `curves` has a function for each release. The result is exact for a single curve, an upper bound
-    for several, and 0 for none.
+    for several, and 0 for none. A δ that is not in (0, 1) is a FedsimError.
     """
     target = float(require_delta(delta))
     # what releases nothing costs nothing, not even the rounding of a composition

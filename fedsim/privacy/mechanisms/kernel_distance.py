@@ -45,7 +45,8 @@ def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> f
     """Computes r = 2 sqrt(s) B β, the largest L2 distance that φ moves.
 
     `beta` is β > 0, the largest L2 distance that the row moves. `gain` is s > 0, the largest
-    eigenvalue of S (σ² for the continuous kernel). `row_norm` is B > 0.
+    eigenvalue of S (σ² for the continuous kernel). `row_norm` is B > 0, the bound on a
+    row's L2 norm. Other values are a FedsimError.
     """
     for name, value in (("beta", beta), ("gain", gain), ("row_norm", row_norm)):
         require_positive(name, value)
@@ -59,8 +60,8 @@ def lift_distance(beta: float, lift: float, *, gain: float = 1.0, row_norm: floa
     Args:
         beta: β > 0, the largest L2 distance that a row moves.
         lift: γ > 0.
-        gain: largest eigenvalue of S.
-        row_norm: bound on a row's L2 norm.
+        gain: s > 0, the largest eigenvalue of S.
+        row_norm: B > 0, the bound on a row's L2 norm.
 
     >>> round(lift_distance(0.01, 4.0), 6)
     0.014142
@@ -79,8 +80,8 @@ def eigenvalues_under_lift(
     Args:
         beta: β > 0, the largest L2 distance that a row moves.
         lift: γ > 0.
-        gain: largest eigenvalue of S.
-        row_norm: bound on a row's L2 norm.
+        gain: s > 0, the largest eigenvalue of S.
+        row_norm: B > 0, the bound on a row's L2 norm.
 
     >>> eigenvalues_under_lift(0.1, 4.0).round(5)  # a = 0.1
     array([[0.10512, 0.09512]])
@@ -103,8 +104,8 @@ def eigenvalues_above_floor(
     Args:
         beta: β > 0, the largest L2 distance that a row moves.
         least: η > 0.
-        gain: largest eigenvalue of S.
-        row_norm: bound on a row's L2 norm.
+        gain: s > 0, the largest eigenvalue of S.
+        row_norm: B > 0, the bound on a row's L2 norm.
     """
     a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(
         require_positive("least", least)

@@ -43,7 +43,8 @@ def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array
     """Computes B, the least bound of noise of scale sensitivity / ε > 0 that is (ε, δ)-private.
 
     The noise of one number is within ± B, in the units of `sensitivity`, the largest distance of
-    neighbours' values. The arguments broadcast.
+    neighbours' values. The arguments broadcast; a FedsimError refuses a sensitivity or ε that is
+    not above 0, and a δ that is not in (0, 1).
 
     >>> float(bound(1.0, 1.0, 1e-5).round(4))
     11.3611

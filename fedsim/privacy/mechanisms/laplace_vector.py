@@ -100,7 +100,7 @@ def calibrate_noise(
         distance: β, the largest L2 distance of neighbours' vectors.
         dimension: d, the number of entries.
         epsilon: above 0.
-        delta: in (0, 1).
+        delta: in (0, 1); another is a FedsimError.
         calibration: `tight` finds the least scale that is proven to be enough; `paper` takes
             sqrt(d) β / ε, and the bound of one number with the sensitivity sqrt(d) β.
     """

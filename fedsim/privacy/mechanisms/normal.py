@@ -49,7 +49,7 @@ class NormalPair:
     apart: bool = False
 
     def log_delta(self, epsilon: ArrayLike) -> Array:
-        """Computes log δ of the first distribution against the second, at each ε >= 0.
+        """Computes log δ of the first distribution against the second, at ε >= 0, in its shape.
 
         >>> two = pair([0, 0], [[1, 0], [0, 2]], [1, 0], [[1, 0], [0, 1]])
         >>> float(np.exp(two.log_delta(0.5)).round(6))

@@ -121,6 +121,8 @@ def log_delta(
 def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
     """Computes the largest leverage s̄ at which the projection onto `r` columns is (ε, δ)-private.
 
+    The arguments broadcast: ε >= 0, δ in (0, 1) and r >= 1; others are a FedsimError.
+
     >>> float(max_leverage(1.0, 1e-5, 20).round(6))
     0.058119
     """
@@ -145,7 +147,10 @@ def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
 
 
 def epsilon(leverage: ArrayLike, r: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes the least ε >= 0 such that the projection is (ε, δ)-private; inf for leverage 1."""
+    """Computes the least ε >= 0 such that the projection is (ε, δ)-private; inf for leverage 1.
+
+    The arguments broadcast: leverage in [0, 1], r >= 1 and δ in (0, 1); others: a FedsimError.
+    """
     p = require_range("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
     columns = require_range("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
     p, columns, target = np.broadcast_arrays(p, columns, np.log(require_delta(delta)))

@@ -44,6 +44,8 @@ _SPREADS = np.unique(np.round(np.concatenate([np.arange(1, 33), 2 ** np.arange(5
 def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
     """Computes log δ of `k` draws for covariances at a `distance` M: the largest over eigenvalues.
 
+    The arguments broadcast: k >= 1, M >= 0 (from 1 on, δ is 1) and ε >= 0; others: a FedsimError.
+
     >>> float(np.exp(log_delta(1000, 0.1, 5.0)).round(6))
     0.120146
     """
