@@ -73,11 +73,11 @@ class Exchange(BaseModel):
     """File that this exchange was read from."""
 
     def read_broadcast(self) -> Tensors:
-        """Returns the tensors that the server sent, by the app's names."""
+        """Returns the tensors sent, by the app's names; a damaged or lost file is a FedsimError."""
         return _read_verified(self.path.parent / _broadcast_name(self.broadcast), self.broadcast)
 
     def read_reply(self) -> Tensors:
-        """Returns the tensors that the client answered, by the app's names."""
+        """Returns the tensors answered, by the app's names; errors are as of `read_broadcast`."""
         return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
     def number(self, key: str) -> float | None:
@@ -263,7 +263,10 @@ class Recorder:
 
 
 def read_exchanges(folder: Path) -> list[Exchange]:
-    """Reads what a tap recorded of the run in `folder`, at least one, by round and node."""
+    """Reads what a tap recorded of the run in `folder`, sorted by round and node.
+
+    A FedsimError says that nothing was recorded, or that a file is damaged or was moved.
+    """
     behind.finish()  # a tap of this very process may still be writing
     found = []
     for path in sorted(folder.glob("round-*/node-*.json")):
@@ -299,7 +302,10 @@ def digest_of(exchanges: Sequence[Exchange]) -> str:
 
 
 def run_folder(out: Path, run: int | None = None) -> Path:
-    """Returns the folder of run `run` in `out`, or `out` itself, or the newest run in it."""
+    """Returns the folder of a recorded run in `out`: number `run`, or by default the newest.
+
+    `out` itself is returned if it is one and `run` is None. Without any, a FedsimError says so.
+    """
     behind.finish()
     if _RUN.fullmatch(out.name) and run is None and out.is_dir():
         return out
@@ -316,7 +322,7 @@ def run_folder(out: Path, run: int | None = None) -> Path:
 
 
 def left_out(folder: Path) -> list[str]:
-    """Returns a line, with their number, for each reason why a tap left messages out."""
+    """Returns a line, with their number, for each reason why a tap left out messages of a run."""
     behind.finish()
     return [f"{reason}: {number_of(n, 'message')}" for reason, n in _count_left_out(folder).items()]
 
@@ -332,7 +338,7 @@ def _count_left_out(folder: Path) -> dict[str, int]:
 
 
 def read_parts(folder: Path, kind: PartKind) -> list[DeployedPart] | None:
-    """Returns what the app in the run's `folder` consists of, outermost first, if known."""
+    """Returns the parts of the app of the run in `folder`, outermost first; None if not known."""
     behind.finish()
     return _parts_in(folder / _TAP, kind)
 

@@ -122,7 +122,7 @@ def observation_id(
 
 
 def path_of(root: Path, id: str) -> Path:
-    """Returns the path of the JSON file of the observation `id` of the run in `root`."""
+    """Returns the JSON file of observation `id` of the run in `root`; a bad id is a FedsimError."""
     return root / "observations" / f"{checked_id(id)}.json"
 
 
@@ -193,7 +193,10 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
 
 
 def save_public(images: Tensor, root: Path, labels: Tensor | None = None) -> None:
-    """Writes public images (P, C, H, W), uint8, or rows (P, D), float32, and labels (P,) int64."""
+    """Writes the public images of the run in `root`, (P, C, H, W) uint8, or rows (P, D) float32.
+
+    `labels` are their classes (P,) int64; None if these are not known.
+    """
     write_tensors(
         root / _PUBLIC, {"images": images} | ({} if labels is None else {"labels": labels})
     )
@@ -219,7 +222,10 @@ def load_public(root: Path) -> Tensor:
 
 
 def load_public_labels(root: Path) -> Tensor | None:
-    """Reads the classes (P,) int64 of the run's public images; None if not recorded."""
+    """Reads the classes (P,) int64 of the run's public images; None if not recorded.
+
+    Errors are those of `load_public`, also where they do not fit the images.
+    """
     images, labels = load_public(root), read_tensors(root / _PUBLIC).get("labels")
     if labels is not None and (labels.dtype != torch.int64 or labels.shape != images.shape[:1]):
         raise FedsimError(f"{root / _PUBLIC}: not a label of each public image; run it again")
@@ -229,7 +235,8 @@ def load_public_labels(root: Path) -> Tensor | None:
 def load_beside(path: Path, attacked: Observation) -> tuple[Observation, ...]:
     """Reads what the watcher of a recording of training saw up to its round, by round and client.
 
-    Tensors are on the CPU; weights that several recordings start from are held once.
+    `path` is the JSON file of the recording of `attacked`. Tensors are on the CPU; weights that
+    several recordings start from are held once. Errors are those of `load_observation`.
     """
     seen: list[Observation] = []
     for other in paths_beside(path, attacked):

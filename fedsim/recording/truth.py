@@ -76,7 +76,7 @@ def forget_truth(root: Path, id: str, client: int) -> None:
 
 
 def owner(root: Path) -> int | None:
-    """Returns the one client whose truth lies below `root`, if any; several are refused."""
+    """Returns the client whose truth is below `root`; None for none, a FedsimError for several."""
     numbers: set[str] = set()
     for path in _files(root):
         of_folder = _SEEN_ALONE.match(path.parent.name)
@@ -92,7 +92,7 @@ def owner(root: Path) -> int | None:
 
 
 def copy(source: Path, target: Path) -> int:
-    """Copies all truth below `source`, or refuses to if it differs; returns the number of files."""
+    """Copies all truth below `source`, and counts its files; a FedsimError if `target` differs."""
     found = [paths.refuse_links(path, source) for path in _files(source)]
     for path in found:
         there = target / path.relative_to(source)
@@ -135,8 +135,8 @@ def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
     """Reads the truth of all clients of the observation `id`, joined in the order of the clients.
 
     Local losses are averaged, and tensors that a client lacks are left out. Of rows, `clients` of
-    the result counts the clients from 0. An IncompleteTruth says that not as many clients as asked
-    (`clients`; None: any) left truth.
+    the result counts the clients from 0. An IncompleteTruth says that another number than
+    `clients` (None: any) left truth; no truth, or a damaged file, is another FedsimError.
     """
     folder = _folder(root, id)
     files = sorted(folder.glob("client-*.safetensors"), key=by_number)

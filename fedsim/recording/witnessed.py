@@ -49,13 +49,15 @@ class Witnessed(BaseModel):
     optimizer: str | None
     """Name of the optimizer's class; None if nothing was stepped."""
     settings: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
+    """Numeric settings of the optimizer by torch's names; `betas` are `beta1` and `beta2`."""
     training_mode: bool
     rates: list[Annotated[float, Field(allow_inf_nan=False)]] = []
     """Learning rate of each step; empty in files of earlier versions."""
     factors: list[Annotated[float, Field(allow_inf_nan=False)]] = []
-    """Ratio, by step, of the step's gradient to that of its images' mean loss, if known."""
+    """Ratio, by step, of its gradient to that of its images' mean loss; empty if not known."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     class_weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
+    """Weight of each class in the loss; None if the loss has none."""
     proximal: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight μ of FedProx's proximal term; 0 for none."""
     mods: list[DeployedPart] | None = None
@@ -83,7 +85,10 @@ class Testimony:
         return channels, height, width
 
     def images(self) -> tuple[Tensor, Tensor]:
-        """Returns the distinct images (N, C, H, W), as the model got them, and labels (N,)."""
+        """Returns the distinct images (N, C, H, W), as the model got them, and labels (N,) int64.
+
+        A file that is missing, or that no witness writes, is a FedsimError.
+        """
         found = read_tensors(self.path.with_suffix(".safetensors"))
         images, labels = found.get("images"), found.get("labels")
         if (
@@ -103,8 +108,8 @@ class Testimony:
 def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
     """Writes what a client trained on below `out`, for its owner alone to read.
 
-    `tensors` has the distinct `images` (N, C, H, W), their `labels` (N,), and the `order` in which
-    steps used them, without images that were left out.
+    `tensors` has the distinct `images` (N, C, H, W), their `labels` (N,) int64, and the `order` in
+    which steps used them, as indices, without images that were left out.
     """
     base = _base(out, said.run_id, said.round, "node", said.node_id, said.message_id)
     # Waiting for the disk would hold up the client.
@@ -144,7 +149,10 @@ def run_of(out: Path, run_id: int) -> Path:
 
 
 def read_witnessed(out: Path, run_id: int) -> Mapping[str, Testimony]:
-    """Returns what was witnessed of a run, by the id of the message that ordered it, or refuses."""
+    """Returns what was witnessed of a run, by the id of the message that ordered it.
+
+    A FedsimError says that nothing was witnessed, or that a file is damaged.
+    """
     # Callers may name the run's own folder, or that of all runs.
     folder = out if out.name == f"run-{run_id}" else run_of(out, run_id)
     found: dict[str, Testimony] = {}

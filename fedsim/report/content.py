@@ -177,7 +177,7 @@ class Content:
 
     @cached_property
     def results(self) -> list[ResultRow]:
-        """The rows that count, each measurement once."""
+        """Rows of attacks that were scored or failed, each measurement once (`measurements`)."""
         return measurements(self.runs)
 
     @cached_property

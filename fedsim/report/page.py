@@ -66,7 +66,7 @@ def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
 
 
 def render(template: str, content: Content, **context: object) -> str:
-    """Returns the HTML that a template of this package makes of `content`, all values escaped."""
+    """Returns the HTML that a template makes of `content` and `context`, all values escaped."""
     keys = [term.key for term in content.terms]
     page = _environment().get_template(template)
     own = {

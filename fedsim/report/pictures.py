@@ -74,7 +74,7 @@ def _grid_of(truth: Tensor, reconstruction: Tensor) -> Tensor:
 
 
 def save_grids(folder: Path) -> int:
-    """Writes the PNG grid of every reconstructed image in a run's folder; returns their number."""
+    """Writes a PNG grid beside each reconstruction of images in a run's folder; counts them."""
     count = 0
     for path in files_of(folder, "reconstructions/*/*/*/*.safetensors"):
         tensors = read_tensors(path)
@@ -129,6 +129,7 @@ class Plate:
     height: int = 0
     """Size of an image on the page, in CSS pixels: a whole multiple of its own."""
     pixels: int = 0
+    """Number of all pixels of the pairs, before they are enlarged."""
     problem: str = ""
 
     def grid(self) -> Tensor:

@@ -64,8 +64,8 @@ def record_public(
 ) -> list[tuple[str, Path]]:
     """Records updates of public images for cells of `rows` without another client's update.
 
-    The result has (attack label, the recording's JSON file) of each attack that is still to be
-    made.
+    `servers` has one for each stack. The result has (attack label, the recording's JSON file) of
+    each attack that is still to be made.
     """
     asked = []
     for members in _cells(rows):
@@ -125,7 +125,7 @@ def _record(row: Row, root: Path, server: Server) -> bool:
 
 
 def add_controls(rows: Sequence[Row], root: Path) -> None:
-    """Sets each row's `control`: how an answer to *another* update scores on its truth."""
+    """Sets `control` of each row of the run `root`: how an answer to *another* update scores."""
     for members in _cells(rows):
         public = _made_of_public(members, root)
         for place, row in enumerate(members):

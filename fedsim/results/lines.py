@@ -29,7 +29,10 @@ _DIVERGED = 2.0
 
 
 class RowPart(BaseModel):
-    """Part of a row of a results file: numbers are finite and not too large, new fields ignored."""
+    """Part of a row of a results file: numbers are finite and not too large, new fields ignored.
+
+    docs/formats-results.md, and of rounds and audits docs/formats.md, says what each field is.
+    """
 
     # Rows of a later version may hold more; what is read here is checked.
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -80,7 +83,7 @@ PerImage = dict[str, list[float | None]]
 
 
 class DefenseOf(RowPart):
-    """Names a stack, and its members with their parameters."""
+    """Names a stack; each member in `stack` has the key `name`, and one for each parameter."""
 
     name: str
     stack: list[dict[str, Any]]

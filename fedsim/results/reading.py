@@ -97,7 +97,7 @@ RESULTS = "results.jsonl"
 
 
 class ReportError(FedsimError):
-    """A run folder cannot be read."""
+    """Raised where a run's folder cannot be read, or holds something else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,7 @@ class StoredRun:
 
     folder: Path
     rows: list[ResultRow]
+    """Rows of attacks that were scored or failed."""
     unscored: int
     """Number of rows that wait for the truth, which is elsewhere."""
     unseen: int
@@ -113,6 +114,7 @@ class StoredRun:
     rounds: list[RoundRow]
     audits: list[AuditRow]
     record: dict[str, Any]
+    """Content of record.json; like that of the other files, empty or None without the file."""
     scenario_text: str | None
     scenario: dict[str, Any]
     plan: Plan | None
@@ -180,7 +182,7 @@ class StoredRun:
         return {seed + row.place: row.content for row in self.rows}
 
     def setting(self, *path: str) -> Any:
-        """Returns a value of the scenario by its keys, as `setting("training", "rounds")`."""
+        """Returns a scenario's value by its keys, as `setting("training", "rounds")`, or None."""
         return nested(self.scenario, *path)
 
 

@@ -114,7 +114,7 @@ def _finite(text: str) -> float:
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
-    """Replaces a JSON-lines file by `rows`, atomically."""
+    """Replaces a JSON-lines file by `rows`, atomically; errors are those of `append_line`."""
     write_bytes(path, b"".join(_line(row) for row in rows))
 
 
