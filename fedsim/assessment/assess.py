@@ -463,10 +463,10 @@ _CALL = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(?P<ca
 
 
 def built_model(named: str) -> nn.Module:
-    """Imports and builds the model that `named` says, or refuses; a model is returned as it is.
+    """Imports and builds the model that `named` says; a FedsimError if that fails.
 
-    `named` is `module:Class` or `module:function(key=value)`; `sys.path` then begins with this
-    folder.
+    `named` is `module:Class`, `module:function(key=value)`, or `module:name` of a built model.
+    `sys.path` then begins with the working directory.
     """
     match = _CALL.fullmatch(named.strip())
     if not match:

@@ -95,11 +95,14 @@ class Examples:
     """Reads what clients trained on, and undoes the app's normalization."""
 
     mean: Sequence[float] | None
+    """Mean of each channel; None for 0."""
     std: Sequence[float] | None
+    """Standard deviation of each channel; None for 1."""
     classes: int
+    """Number of the model's outputs; labels are below it."""
 
     def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
-        """Returns pixels in [0, 1] (N, C, H, W) and labels (N,), or refuses what is neither."""
+        """Returns pixels in [0, 1] (N, C, H, W) and labels (N,); all else is a FedsimError."""
         images, labels = testimony.images()
         outside = labels[(labels < 0) | (labels >= self.classes)]
         if len(outside):
@@ -181,7 +184,7 @@ class AppTraining:
         self._stack = build_stack(self._refs)
 
     def training(self, each: Picked) -> LocalTraining:
-        """Returns the local training of one attacked client, as attacks are told it, or refuses."""
+        """Returns an attacked client's local training; a FedsimError if nothing tells it."""
         said = each.testimony.said
         if self.answer == "gradient":
             return LocalTraining(
@@ -371,7 +374,8 @@ def observe_exchange(
     Args:
         exchange: What was sent and answered.
         victim: The app's model, taken apart.
-        model: The same model, whose frozen parameters are left out of the update.
+        model: The same model, whose frozen parameters are left out of the update. Tensors that do
+            not fit it are a FedsimError.
         training: The client's local training.
         answer: What clients send.
         prefix: Text before the names that the app sends in the model's own.

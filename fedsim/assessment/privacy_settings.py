@@ -65,7 +65,7 @@ class PrivacySettings:
     """Number of the last recorded round, which bounds the times that a client took part."""
 
     def describe_privacy(self, each: Picked, training: LocalTraining) -> tuple[Row, list[str]]:
-        """Returns a client's `privacy` against the server, if any is claimed, and lines on it."""
+        """Returns a client's `privacy` against the server, empty without any, and lines on it."""
         found, lines = self.defenses, []
         privacy: Row = {}
         if found and found.parts:

@@ -232,7 +232,7 @@ class UpdateMap:
         self.names = tuple(self._parameters)
 
     def tensors(self, images: Tensor, labels: Tensor, *, differentiable: bool = False) -> Tensors:
-        """Returns the clients' mean update by name; each holds as many consecutive `images`."""
+        """Returns the mean update by name of clients with equal shares of `images` (N, C, H, W)."""
 
         def direction(parameters: Tensors, x: Tensor, y: Tensor) -> Tensors:
             found = gradient(self._loss, parameters, x, y, create_graph=differentiable)
@@ -251,7 +251,7 @@ class UpdateMap:
         return flat(self.tensors(images, labels), self.names)
 
     def pull_back(self, images: Tensor, labels: Tensor, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns J'v, shaped like `images`, for each v (m,) of `vectors`."""
+        """Returns the gradient of U'v by `images`, in their shape, for each v (m,) of `vectors`."""
         at = images.detach().requires_grad_()
         update = flat(self.tensors(at, labels, differentiable=True), self.names)
         return [
@@ -270,7 +270,7 @@ def _batches_of(
 
 
 def flat(tensors: Tensors, names: Sequence[str]) -> Tensor:
-    """Returns the tensors called `names` as one vector."""
+    """Returns the entries of the tensors called `names`, in that order, as one vector (m,)."""
     return torch.cat([tensors[name].flatten() for name in names])
 
 

@@ -133,7 +133,8 @@ _MOST_STAND_INS = 1024
 def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size, at the weights before any training.
 
-    `overrides` are settings of the scenario, `key=value` each.
+    `overrides` are settings of the scenario, `key=value` each. A sweep, and what trains no network
+    of images, is a FedsimError.
     """
     scenario = _only(open_document(path, overrides), path)
     dataset = load_dataset(scenario)
@@ -176,7 +177,10 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
 
 
 def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
-    """Returns a plan for each defense stack and batch size of a run, at recorded weights."""
+    """Returns a plan for each defense stack and batch size of a run, at recorded weights.
+
+    A FedsimError says that `folder` is not that of one run, or has no recordings of a server.
+    """
     root = Path(folder)
     if not (root / "scenario.yaml").is_file():
         raise FedsimError(

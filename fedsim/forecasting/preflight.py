@@ -112,7 +112,8 @@ def preflight_file(
     """Forecasts every stack and batch size of a scenario file, or of a run's folder.
 
     `overrides` are settings of the scenario, `key=value`. `tell` is called before each forecast
-    with the numbers done and of all.
+    with the numbers done and of all. A run takes no `overrides`. What does not
+    fit is a FedsimError.
     """
     path = Path(origin)
     if path.is_dir():
