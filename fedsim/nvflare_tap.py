@@ -126,7 +126,7 @@ class ServerTap(FLComponent):  # type: ignore[misc]
         self._tape = _JobTape(self.out, "server", max_gib)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Records orders once they are filtered, and answers before they are."""
+        """Records orders once they are filtered, and answers before; ignores other events."""
         if event_type == EventType.AFTER_TASK_DATA_FILTER:
             task = fl_ctx.get_prop(FLContextKey.TASK_DATA)
             _guard(lambda: self._tape.note_order(task, fl_ctx, _peer(fl_ctx)))
@@ -167,7 +167,7 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
         self._round = 0
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Notes the order, and watches the training that it starts."""
+        """Notes a task before its execution, and watches its training; ignores other events."""
         if event_type == EventType.BEFORE_TASK_EXECUTION:
             task = fl_ctx.get_prop(FLContextKey.TASK_DATA)
             self._watch.close()  # an executor that failed leaves its watch open
@@ -180,7 +180,7 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
             self._watch.close()
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> None:
-        """Records the answer `dxo`, and leaves it as it is."""
+        """Records the answer `dxo`, and leaves it as it is; a failure to record is only logged."""
         filters = _list_filters(fl_ctx, dxo.data_kind)
         client = fl_ctx.get_identity_name()
         # Taken once: an answer without training must not get the steps of an earlier task.

@@ -218,7 +218,7 @@ class ModelSpec(InputSpec):
         return self
 
     def as_release(self, id: str) -> ReleaseSpec:
-        """Refuses: observation `id` is the update of a model and no release of rows."""
+        """Raises a FedsimError: observation `id` is a model's update and no release of rows."""
         raise FedsimError(
             f"{id} is an update of model {self.name}, and not what a closed-form learner released; "
             "use an attack on updates (`fedsim list attacks`)"
@@ -280,7 +280,7 @@ class ReleaseSpec:
         return self.kind
 
     def as_model(self, id: str) -> ModelSpec:
-        """Refuses: observation `id` is a release of rows and no update of a model."""
+        """Raises a FedsimError: observation `id` is a release of rows and no model's update."""
         raise FedsimError(
             f"{id} is what learner {self.learner} released, and of no model; use an attack that "
             "reads such releases (`fedsim list attacks`)"
@@ -662,7 +662,7 @@ class Reconstruction:
         return {name: part for name, part in {**own, **self.more}.items() if part is not None}
 
     def with_parts(self, parts: Tensors) -> Reconstruction:
-        """Returns a copy in which `parts` replace the answers of the same names."""
+        """Returns a copy with `parts` added, or in the place of answers of the same names."""
         own: dict[str, Any] = {name: part for name, part in parts.items() if name in _PARTS}
         more = {name: part for name, part in parts.items() if name not in _PARTS}
         return replace(self, **own, more={**self.more, **more})
@@ -725,16 +725,16 @@ class Dataset:
 
     @property
     def inputs(self) -> Tensor:
-        """All training inputs, as they are held in memory."""
+        """All training inputs as in memory: (N, C, H, W) uint8, or (N, D) float32 of a table."""
         return self.train_images
 
     def examples_at(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns inputs on [0, 1] and labels of the training examples at `indices`."""
+        """Returns inputs (n, ...) on [0, 1], labels (n,) of training examples `indices` (n,)."""
         return as_pixels(self.train_images[indices]), self.train_labels[indices]
 
     @property
     def test_inputs(self) -> Tensor:
-        """All test inputs, as they are held in memory."""
+        """All test inputs, in shape and type as `inputs`."""
         return self.test_images
 
     @property
@@ -816,16 +816,16 @@ class Table:
 
     @property
     def inputs(self) -> Tensor:
-        """All training rows."""
+        """(N, d + 1) float64: all training rows, with their targets."""
         return self.train_rows
 
     def examples_at(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the training rows at `indices`, with their targets, and their labels."""
+        """Returns the training rows (n, d + 1) at `indices` (n,), and their labels (n,)."""
         return self.train_rows[indices], self.train_labels[indices]
 
     @property
     def test_inputs(self) -> Tensor:
-        """All test rows."""
+        """(N, d + 1) float64: all test rows, with their targets."""
         return self.test_rows
 
     @property

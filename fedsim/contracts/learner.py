@@ -99,10 +99,11 @@ class Computed:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Holds the global model's loss, as its learner defines it, and accuracy in [0, 1] or None."""
+    """Holds the global model's loss, as its learner defines it, and its accuracy."""
 
     loss: float
     accuracy: float | None
+    """Share of the test data classified correctly, from 0 to 1; None if no class is told."""
 
 
 class Computation(ABC):
@@ -243,7 +244,10 @@ class TrainingLearner(Learner):
     section: ClassVar[str] = "model"
 
     def view(self, data: Dataset | Table) -> Dataset | Table:
-        """Returns a table as features and classes, to train on; a FedsimError if it has none."""
+        """Returns `data` as a Dataset, or as it is if `self.data` is Table.
+
+        A FedsimError refuses to make a Dataset of a table whose target is a quantity.
+        """
         # A closed-form learner reads a table's rows as they are, a network inputs and classes.
         return data.labelled() if self.data is Dataset else data
 

@@ -172,9 +172,9 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
 
 
 def assign(cost: Tensor) -> list[int]:
-    """Returns the column of each row of `cost` (N, M) at the least total cost, or `MISSING`.
+    """Returns the column of each row of `cost` (N, M) at the least total cost.
 
-    It is on the CPU and holds no NaN.
+    The N - M rows that are left over if N > M get `MISSING`. `cost` is on the CPU, without NaN.
     """
     if cost.shape == (1, 1):  # without scipy, whose import takes half a second
         return [0]

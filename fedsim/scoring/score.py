@@ -241,11 +241,12 @@ def certificate(
 
 
 def false_certificates(found: Reconstruction, truth: Truth) -> int | None:
-    """Returns the number of certified images that match no true image; None if nothing is compared.
+    """Returns the number of certified images that match no true image; None if not compared.
 
     Each true image matches one answer at most. Matching features have a cosine of at least 0.999
     and lengths that differ by at most 5 % of the true one; matching labels are equal. Parts that
-    the answer lacks do not count.
+    the answer lacks do not count. Nothing is compared without a mask `certified`, without both
+    parts, or if features are answered and the truth has none.
     """
     if found.certified is None or (found.features is None and found.labels is None):
         return None

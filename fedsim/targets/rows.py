@@ -251,7 +251,7 @@ class Records(Target):
         return "images"
 
     def truth_of(self, truth: Truth) -> Tensor | None:
-        """Returns the true records; None of a batch of images."""
+        """Returns the true records (N, D), entries on [0, 1]; None if the batch is of images."""
         return super().truth_of(truth) if "columns" in truth.tensors() else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
@@ -279,7 +279,10 @@ class Records(Target):
         return TargetScores(values=values, assignment=assignment, missing=missing)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the score of guessing the mean of public rows; None if nothing is guessed."""
+        """Returns the scored guess, which is the mean of public rows.
+
+        It is None without public rows or true records, or if the attack answered only other parts.
+        """
         guess = guessed_batch(request, aids)
         # A failed attack is compared with the guess, too.
         answered = request.found is None or self.answer_of(request.found) is not None
@@ -294,5 +297,5 @@ class Records(Target):
         )
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns a record of NaN for a missing answer, which no reader takes for values."""
+        """Returns a record (D,) of NaN for a missing answer; `true` (N, D) gives its type."""
         return torch.full_like(true[0], torch.nan)
