@@ -51,6 +51,7 @@ class Checkpoint:
     round: int
     """Number of the last round that is done, from 1."""
     parameters: Tensors
+    """Parameters of the global model, by name."""
     buffers: Tensors
     """Float buffers of the global model, by name."""
     strategy: Mapping[str, Any]
@@ -59,7 +60,10 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Writes and reads the checkpoint of one stack of one run; only the latest is kept."""
+    """Writes and reads the checkpoint of one stack of one run; only the latest is kept.
+
+    Reading one that is damaged, or of another scenario or other data, raises a FedsimError.
+    """
 
     def __init__(
         self, out: Path, scenario: Scenario, stack: str, held: Sequence[int] | None = None

@@ -93,7 +93,7 @@ class ClientState:
         remove_torn(self._path(0).parent)
 
     def answer(self, asked: tuple[int, ...], inputs: Sequence[Tensors]) -> None:
-        """Notes that the client answers one order for these `inputs`; refuses others later.
+        """Notes that the client answers one order for these `inputs`; others are a FedsimError.
 
         `asked` is the key of the release (`noise_use.release_key`), and `inputs` all that decides
         the answer beside the client's data. Refused, too, is a new order of a round before the
@@ -103,11 +103,11 @@ class ClientState:
         self._notes.use_once(asked, inputs)
 
     def note_release(self, asked: tuple[int, ...], release: Sequence[Tensors]) -> None:
-        """Notes a digest of the tensors `release` just before they are sent."""
+        """Notes a digest of the tensors `release` before they are sent; fails as `NoiseNotes`."""
         self._notes.note_release(asked, release)
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:
-        """Notes that the client agrees to a sum of `round` over the clients `survivors` alone."""
+        """Notes consent to a sum of `round` over `survivors`; other clients are a FedsimError."""
         opened = self._notes_in("opened.jsonl")
         # Noted like noise: the first set of clients holds, and any other is refused.
         members = {"survivors": torch.tensor(sorted(survivors))}
@@ -119,7 +119,7 @@ class ClientState:
         write_bytes(self._path(0).with_name("sum.json"), content, private=True)
 
     def sum_of(self, round: int) -> dict[str, Any]:
-        """Returns the memory that `save_sum` kept of `round`; empty if there is none."""
+        """Returns what `save_sum` kept of `round`; empty without it. Damage is a FedsimError."""
         path = self._path(0).with_name("sum.json")
         if not path.exists():
             return {}

@@ -160,7 +160,7 @@ class Nodes:
     """Keeps track of which node speaks for which client: a restarted one has another id."""
 
     def __init__(self, grid: Grid, clients: int, patience: float = START_SECONDS) -> None:
-        """Knows no node of the `clients` yet; `gather` waits `patience` seconds for them."""
+        """Knows no node of so many `clients` yet; `gather` waits `patience` seconds for them."""
         self._grid = grid
         self._count = clients
         self._patience = patience
@@ -168,7 +168,10 @@ class Nodes:
         self._known: set[int] = set()
 
     def gather(self, done: int) -> None:
-        """Waits for one node of each client, or refuses; tells all that `done` rounds are done."""
+        """Waits for one node of each client, and tells all that `done` rounds are done.
+
+        A FedsimError says that some did not come in time, or one refuses.
+        """
         greeting = wire.greeting(done)
         calls = _roll_call(self._grid, self._count, greeting, wire.IDENTIFY, self._patience)
         # In place: others hold `by_client`.

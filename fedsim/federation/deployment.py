@@ -37,7 +37,7 @@ class Deployment(FlowerEngine):
     remote: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Refuses versions of Flower whose internals were not tried."""
+        """Refuses, by a FedsimError, versions of Flower whose internals were not tried."""
         from fedsim.federation.network import flower
 
         flower.check_version()

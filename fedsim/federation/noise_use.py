@@ -42,7 +42,7 @@ class NoiseNotes:
     def use_once(
         self, own: tuple[int, ...], values: Sequence[Tensors], what: str = "noise"
     ) -> None:
-        """Notes that the noise of one release is used for `values`, and refuses any others.
+        """Notes that the noise of one release is used for `values`; others are a FedsimError.
 
         `own` is the key of the release, and `values` all that decides it, or the release itself.
         `what` names in an error what is used once.
@@ -63,7 +63,7 @@ class NoiseNotes:
         return [entry["asked"][0] for entry in self._read()]
 
     def refuse_past(self, own: tuple[int, ...]) -> None:
-        """Refuses a new release, of key `own`, in a round before one that is noted."""
+        """Refuses, by a FedsimError, a new release of key `own` in a round before a noted one."""
         # What was released before may be said again, since it is the same bytes.
         is_released = any("release" in entry for entry in self._read() if entry["asked"] == [*own])
         last = max(self.rounds(), default=0)
@@ -74,7 +74,7 @@ class NoiseNotes:
             )
 
     def note_release(self, own: tuple[int, ...], release: Sequence[Tensors]) -> None:
-        """Notes a digest of the tensors that are released, so that nothing else has their noise.
+        """Notes a digest of the tensors that are released; others later are a FedsimError.
 
         `use_once` has to have noted the key `own` before.
         """

@@ -58,7 +58,7 @@ class Simulation(FlowerEngine):
     """Runs several clients at a time, each in a process of Flower's own engine, on Ray."""
 
     def check(self) -> None:
-        """Refuses a machine on which Ray is not installed."""
+        """Refuses, by a FedsimError, a machine on which Ray is not installed."""
         if importlib.util.find_spec("ray") is None:
             raise FedsimError(
                 "federation.engine: simulation needs Ray, which is not installed; run "

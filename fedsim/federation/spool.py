@@ -142,7 +142,7 @@ class Spool:
 
 @dataclass(frozen=True, kw_only=True)
 class MeanRelease:
-    """Mean of several releases of one client, or of the aggregate (client -1)."""
+    """Mean of `releases` of one client, or of the aggregate (-1) of `num_clients` clients."""
 
     client: int
     update: Update
@@ -169,7 +169,7 @@ class Averages:
         self._forget()
 
     def add(self, release: MeanRelease) -> None:
-        """Adds a release to the mean of its client, if it combines as many clients as the first."""
+        """Adds a release to its client's mean, if it combines as many clients as the first did."""
         client, update = release.client, release.update
         count, clients = self._counts.get(client, (0, release.num_clients))
         if clients != release.num_clients:

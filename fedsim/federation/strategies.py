@@ -136,7 +136,7 @@ def check_fit(
     bound: float,
     rate: float = 1.0,
 ) -> None:
-    """Refuses a strategy that needs more than the server gets to see, or shorter updates.
+    """Raises a FedsimError if a strategy needs more than the server sees, or shorter updates.
 
     Args:
         name: The strategy's class name.
@@ -171,7 +171,7 @@ def check_fit(
 
 
 def check_sampled(parameters: Mapping[str, Any], sampled: int) -> None:
-    """Refuses `num_sampled_clients` in `parameters` that is not the number a round samples."""
+    """Raises a FedsimError if `num_sampled_clients` is given, and not the number `sampled`."""
     told = parameters.get("num_sampled_clients")
     if told not in (None, sampled):
         raise FedsimError(

@@ -462,7 +462,7 @@ class _TappedGrid(Grid):
 
 
 def trains(message: Message) -> bool:
-    """Returns whether a message asks a client to train."""
+    """Returns whether a message asks a client to train, by Flower's message type."""
     return message.metadata.message_type.partition(".")[0] == TRAIN
 
 

@@ -66,7 +66,7 @@ class MalformedError(FedsimError):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A server's order to train (`probe` is None), or to answer a probe, at the global model."""
+    """A server's order in `round`, from 1: to train (`probe` is None), or to answer a probe."""
 
     round: int
     parameters: Tensors
@@ -88,7 +88,7 @@ class WireAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Required form of an answer: a tensor of the right type and shape for each name."""
+    """Required form of an answer: typed and shaped tensors by name, and whether it has a `loss`."""
 
     update: Tensors
     buffers: Tensors
@@ -118,12 +118,12 @@ def encode(tensors: Tensors) -> ArrayRecord:
 
 
 def decode(record: ArrayRecord) -> dict[str, Tensor]:
-    """Converts Flower arrays to tensors in memory of their own, on the CPU."""
+    """Converts Flower arrays to tensors of their own, on the CPU; a MalformedError if damaged."""
     return {name: _tensor(name, array) for name, array in record.items()}
 
 
 def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
-    """Converts Flower arrays to contiguous NumPy arrays, read-only where they share its bytes."""
+    """Converts Flower arrays to contiguous NumPy arrays, maybe read-only; else a MalformedError."""
     return {name: np.asarray(_values(name, array), order="C") for name, array in record.items()}
 
 
@@ -153,7 +153,7 @@ def order(
 
 
 def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None) -> Order:
-    """Reads a server's order.
+    """Reads a server's order; a MalformedError says what is missing or wrong in it.
 
     Parameters and buffers must have the names, shapes and types of `form`, and are returned in its
     order, in which noise is drawn. None takes any form.
@@ -198,7 +198,7 @@ def metrics_of(examples: int, loss: float | None, is_clipped: bool | None) -> Me
 
 
 def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
-    """Reads a client's answer, whose form must be `expected`; values may be NaN or infinite."""
+    """Reads an answer of the form `expected`, NaN and infinity included; else a MalformedError."""
     if set(content) != {ARRAYS, BUFFERS, METRICS}:
         raise MalformedError(f"the answer holds {_list_names(content)}")
     metrics = content[METRICS]
@@ -238,7 +238,7 @@ def greeting(done: int) -> RecordDict:
 
 
 def read_done(content: RecordDict) -> int:
-    """Reads the number of rounds that are done from a greeting."""
+    """Reads the number of rounds that are done from a greeting; a MalformedError without it."""
     return integer(config_of(content), ROUND, 0)
 
 
@@ -248,12 +248,12 @@ def identity(client: int) -> RecordDict:
 
 
 def read_client(content: RecordDict) -> int:
-    """Reads the number of the client that a node says it is."""
+    """Reads the number of the client that a node says it is; a MalformedError without it."""
     return integer(config_of(content), CLIENT, 0)
 
 
 def decode_like(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
-    """Decodes arrays that must have the names, types and shapes of `like`, in its order."""
+    """Decodes arrays of `like`'s names, types and shapes, in its order; else a MalformedError."""
     if set(record) != set(like):
         odd = sorted(set(record) ^ set(like))
         raise MalformedError(f"wrong names: {_list_names(odd)} (missing, or not of the model)")
@@ -316,7 +316,7 @@ def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def arrays_of(content: RecordDict, key: str) -> ArrayRecord:
-    """Returns the arrays of a message under `key`."""
+    """Returns the arrays of a message under `key`; a MalformedError if there are none."""
     record = content.get(key)
     if not isinstance(record, ArrayRecord):
         raise MalformedError(f"{key!r} is not an array record")
@@ -324,7 +324,7 @@ def arrays_of(content: RecordDict, key: str) -> ArrayRecord:
 
 
 def config_of(content: RecordDict) -> ConfigRecord:
-    """Returns the record of a message that holds its numbers and texts."""
+    """Returns a message's record of numbers and texts; a MalformedError if it has none."""
     record = content.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise MalformedError(f"the message has no {CONFIG!r}")
@@ -332,7 +332,7 @@ def config_of(content: RecordDict) -> ConfigRecord:
 
 
 def integer(record: Mapping[str, object], key: str, least: int) -> int:
-    """Returns the integer under `key` of a record, from `least` and below 2^40."""
+    """Returns the integer under `key`, from `least` and below 2^40; else a MalformedError."""
     value = record.get(key)
     # Python counts booleans among its integers.
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _MAX_EXAMPLES:

@@ -114,7 +114,7 @@ def select_headers(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def check_replies(body: bytes) -> None:
-    """Refuses a request `body` that announces anything but the node's own replies.
+    """Raises a Refusal (400) for a request `body` that announces anything but the node's replies.
 
     The SuperLink checks only that the node is the one whose key signed.
     """
@@ -172,7 +172,7 @@ class Signatures:
 
     @contextmanager
     def holding(self, key: bytes, size: int) -> Iterator[None]:
-        """Counts `size` bytes of an announcement as held in memory inside the block."""
+        """Counts `size` bytes as held for `key` inside the block; a Refusal (503) if too many."""
         # Small ones pass even if large ones have taken all there is, so that no node blocks the
         # others.
         is_small = size <= _STRANGER_BYTES

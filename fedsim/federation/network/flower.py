@@ -178,7 +178,7 @@ class _Budget:
 
 
 def check_version() -> None:
-    """Refuses versions of Flower whose internals were not tried."""
+    """Refuses, by a FedsimError, versions of Flower whose internals were not tried."""
     found = importlib.metadata.version("flwr")
     if found.rpartition(".")[0] not in VERSIONS:
         raise FedsimError(
@@ -190,8 +190,8 @@ def check_version() -> None:
 def register(link: Link, public_key: bytes) -> bool:
     """Registers the owner of `public_key`, in OpenSSH's format, as a node at the SuperLink.
 
-    It returns True if the node is new, and False if it was registered before. A key whose node the
-    SuperLink has unregistered for good is refused.
+    It returns True if the node is new, and False if it was registered before. A FedsimError refuses
+    what is no key, and a key whose node the SuperLink has unregistered for good.
     """
     try:
         key = load_ssh_public_key(public_key)
@@ -222,7 +222,7 @@ def register(link: Link, public_key: bytes) -> bool:
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Reads a node's private key (ECDSA, in OpenSSH's format, without a passphrase)."""
+    """Reads a node's ECDSA key (OpenSSH's format, without passphrase); others are a FedsimError."""
     try:
         key = load_ssh_private_key(paths.content(path, paths.TEXT), None)
     except (OSError, ValueError, TypeError) as error:

@@ -29,14 +29,14 @@ _RUN = re.compile(r"[0-9a-f]{16,64}")
 
 
 def run_folder(home: Path, run: str) -> Path:
-    """Returns the folder in `home` that keeps what belongs to `run`, a hexadecimal name."""
+    """Returns the folder in `home` of `run`, 16 to 64 hexadecimal digits; else a FedsimError."""
     if not _RUN.fullmatch(run):
         raise FedsimError(f"run: expected 16 to 64 hexadecimal digits, got {run[:40]!r}")
     return home / "runs" / run
 
 
 def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data: str) -> None:
-    """Notes at first sight what a `stack` of a `run` is, and later refuses anything else.
+    """Notes at first sight what a `stack` of a `run` is; later, all else is a FedsimError.
 
     Args:
         home: The node's own folder.
@@ -65,7 +65,7 @@ def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data:
 
 
 def make_private(home: Path) -> None:
-    """Makes the folder `home` private; refuses an open one with what no node has written."""
+    """Makes `home` private; an open folder with what no node has written is a FedsimError."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not home.stat().st_mode & 0o077:
         return
@@ -84,8 +84,8 @@ def make_private(home: Path) -> None:
 def secret_seed(home: Path, run: str, use: str = "") -> int:
     """Returns a 256-bit seed of `run`, which follows from the secret in `home`.
 
-    The secret is made if it is missing. `use` is any text that says what the seed is for: a seed
-    for another use tells nothing of this one.
+    The secret is made if it is missing, and a FedsimError if it is damaged or open to others. `use`
+    is any text that says what the seed is for: a seed for another use tells nothing of this one.
     """
     path = home / _SECRET
     if not path.exists():

@@ -45,9 +45,10 @@ class Link:
 
 
 def check(address: str, roots: Path | None) -> None:
-    """Refuses a SuperLink at `address` that cannot be reached, or is elsewhere without TLS.
+    """Refuses, by a FedsimError, a SuperLink at `address` (HOST:PORT) that cannot be trusted.
 
-    `roots` is the file of certificates that vouch for it; None for no TLS.
+    It must answer and, beyond loopback, use TLS. `roots` is the file of certificates that vouch for
+    it; None for no TLS.
     """
     if reason := addresses.unfit(address, has_roots=roots is not None):
         raise FedsimError(f"--superlink: {reason}")

@@ -69,7 +69,7 @@ class NodeApp:
         self._dataset = lru_cache(maxsize=1)(self._load)
 
     def refuse_other_identity(self) -> None:
-        """Refuses a signing key that the peers' file does not give to this client."""
+        """Refuses, by a FedsimError, a signing key that is not this client's in the peers' file."""
         if self._identity and self._identity.peers.get(self._number) != self._identity.public:
             raise FedsimError(
                 f"--peers: client {self._number} has another key there than --signing-key, or "
@@ -77,7 +77,7 @@ class NodeApp:
             )
 
     def refuse_missing_data(self) -> None:
-        """Refuses data that do not exist, before the node joins and fails once it is asked."""
+        """Refuses, by a FedsimError, data that do not exist, before the node joins."""
         if self._data != SCENARIO and not Path(self._data).exists():
             raise FedsimError(
                 f"--data: {self._data}: no such file or folder; `{SCENARIO}` takes the client's "

@@ -79,7 +79,7 @@ class Policy(BaseModel):
 
     @classmethod
     def read(cls, path: Path | None) -> Policy:
-        """Reads a policy from the YAML file at `path`; None allows all but naming files."""
+        """Reads the YAML file at `path`; else a FedsimError. None allows all but naming files."""
         if path is None:
             return cls()
         try:
@@ -105,7 +105,7 @@ class Policy(BaseModel):
         return policy
 
     def check(self, scenario: Scenario, stack: str) -> None:
-        """Refuses what the policy does not allow of `stack`, a name in `scenario.defenses`."""
+        """Refuses, by a FedsimError, what the policy forbids of `stack` in `scenario.defenses`."""
         wanted = build_stack(scenario.defenses[stack])
         # Compared once built, so that neither spelling nor defaults matter.
         if self.stacks is not None and wanted not in map(_stack, self.stacks):
@@ -133,7 +133,7 @@ class Policy(BaseModel):
             )
 
     def check_release(self, workload: Workload) -> None:
-        """Refuses releases that bypass a listed stack, and secure sums over too few clients."""
+        """Raises a FedsimError if releases bypass a listed stack, or a sum has too few clients."""
         if not workload.protocol and self.minimum_cohort > 1:
             raise FedsimError(
                 f"defenses.{workload.stack_name}: this node adds its update to others' and releases"
@@ -158,7 +158,7 @@ class Policy(BaseModel):
             )
 
     def check_path(self, path: str) -> None:
-        """Refuses a file that a scenario names, unless the policy lists the file or its folder."""
+        """Raises a FedsimError unless the policy lists the file at `path`, or a folder of it."""
         # Resolved, so that neither links nor `..` lead out of an allowed folder.
         own = paths.from_home(path).resolve()
         allowed = [paths.from_home(folder).resolve() for folder in self.paths]
@@ -170,7 +170,7 @@ class Releases:
     """Counts on disk how often the node has answered."""
 
     def __init__(self, path: Path, most: int | None) -> None:
-        """Continues the count in the file at `path`, up to `most` answers; None is any number."""
+        """Continues the count in the file at `path`, up to `most` (None: any number of) answers."""
         self._path, self._most = path, most
         self._count = 0
         if path.exists():
@@ -182,7 +182,7 @@ class Releases:
                 ) from error
 
     def count(self) -> None:
-        """Counts one more answer, before it is computed; refuses one too many."""
+        """Counts one more answer, before it is computed; one too many is a FedsimError."""
         if self._most is not None and self._count >= self._most:
             raise FedsimError(
                 f"this node has answered {self._count} times, which is all that its policy allows "

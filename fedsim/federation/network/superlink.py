@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def program(name: str) -> str:
-    """Returns the path of the program `name` that is installed beside this Python."""
+    """Returns the path of the program `name` beside this Python; a FedsimError if not there."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         raise FedsimError(f"{name} is not installed beside {sys.executable}; pip install fedsim")

@@ -50,7 +50,7 @@ def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) ->
 
 
 def read_table(content: RecordDict) -> dict[int, bytes]:
-    """Reads the bytes of each client, by client, from what `table` made."""
+    """Reads the bytes of each client, by client, from what `table` made; else a MalformedError."""
     clients, contents = read_list(content, _CLIENTS), wire.config_of(content).get(_CONTENTS)
     if (
         not isinstance(contents, list)
@@ -66,7 +66,7 @@ def read_table(content: RecordDict) -> dict[int, bytes]:
 
 
 def read_list(content: RecordDict, name: str) -> list[int]:
-    """Reads the list of clients called `name`, in the order in which it was written."""
+    """Reads the list of clients `name`, in the order as written; a MalformedError without one."""
     members = wire.config_of(content).get(name)
     if (
         not isinstance(members, list)
@@ -113,7 +113,10 @@ def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
 
 
 def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring, bytes]:
-    """Returns the masked vector (`length`,) in an answer, and its sender's signature."""
+    """Returns the masked vector (`length`,) in an answer, and its sender's signature.
+
+    `ring_bits` is 32 or 64; an answer of another form is a MalformedError.
+    """
     if set(content) != {wire.ARRAYS, wire.CONFIG}:
         raise wire.MalformedError("the answer is no masked vector")
     dtype = torch.int32 if ring_bits == 32 else torch.int64

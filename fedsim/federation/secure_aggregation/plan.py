@@ -301,7 +301,7 @@ def terms(server: Server, round: int, run: str = "") -> Terms:
 
 
 def check(server: Server) -> None:
-    """Refuses secure sums that cannot work; a stack without secure sums passes."""
+    """Refuses, by a FedsimError, secure sums that cannot work; a stack without any passes."""
     if server.protocol is None:
         return
     with blaming(f"defenses.{server.stack_name}"):

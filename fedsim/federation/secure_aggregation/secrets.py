@@ -47,7 +47,7 @@ class Identity:
 
     @property
     def public(self) -> bytes:
-        """Public half of `key`."""
+        """Public half of `key`, 32 bytes."""
         return self.key.public_key().public_bytes_raw()
 
     def vouches(self, client: int, statement: bytes, signature: bytes) -> bool:
@@ -83,7 +83,7 @@ _ZEROS = bytes(_CHUNK)
 
 
 def digest(*parts: bytes) -> bytes:
-    """Returns the SHA-256 digest of several parts, each preceded by its length."""
+    """Returns the SHA-256 digest of `parts`, each preceded by its length in 8 bytes, big-endian."""
     whole = hashlib.sha256()
     for part in parts:
         # The lengths keep lists of parts apart that read the same once they are joined.
@@ -92,7 +92,7 @@ def digest(*parts: bytes) -> bytes:
 
 
 def public_of(secret: bytes) -> bytes:
-    """Returns the X25519 public key that belongs to a `secret` key."""
+    """Returns the X25519 public key, 32 bytes, of a `secret` key; a ValueError if not 32 bytes."""
     return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
 
 
@@ -133,12 +133,12 @@ def agree_key(
 
 
 def own_mask(seed: bytes, session: bytes) -> bytes:
-    """Returns the key of the mask that a client adds for itself, made of its `seed`."""
+    """Returns the key, 32 bytes, of the mask that a client adds for itself, made of its `seed`."""
     return digest(b"own mask", session, seed)
 
 
 def commit(seed: bytes, session: bytes) -> bytes:
-    """Returns a commitment to the seed of a client's own mask; no other seed has the same."""
+    """Returns a commitment, 32 bytes, to the seed of a client's own mask; no two seeds share it."""
     return digest(b"commitment", session, seed)
 
 
@@ -163,7 +163,11 @@ def add_mask(vector: Ring, key: bytes, sign: int) -> None:
 
 
 def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
-    """Splits a secret into `holders` shares, numbered from 1, of which any `needed` reveal it."""
+    """Splits a secret of 32 bytes into `holders` shares of `SHARE` bytes each.
+
+    Shares are numbered from 1, in their first two bytes. Any `needed`, from 1 to `holders`, of them
+    reveal the secret, and fewer tell nothing of it.
+    """
     # Shamir's field has 128 bits: each half of the secret is shared by itself.
     halves = [
         Shamir.split(needed, holders, secret[at : at + _HALF], ssss=False) for at in (0, _HALF)
@@ -175,7 +179,10 @@ def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
 
 
 def join_shares(shares: Sequence[bytes]) -> bytes:
-    """Returns the secret of 32 bytes that `shares` reveal; too few shares give wrong bytes."""
+    """Returns the secret of 32 bytes that `shares` reveal; too few shares give wrong bytes.
+
+    Shares that are repeated or of another length are an AbortedError.
+    """
     numbered = {int.from_bytes(share[:_INDEX], "big"): share for share in shares}
     if len(numbered) < len(shares) or any(len(share) != SHARE for share in shares):
         raise AbortedError("shares are repeated or malformed")
@@ -197,7 +204,7 @@ def seal(key: bytes, shares: bytes, way: bytes) -> bytes:
 
 
 def open_box(key: bytes, box: bytes, way: bytes) -> bytes:
-    """Returns the shares that `seal` encrypted into `box` with the same `key` and `way`."""
+    """Returns what `seal` put into `box` with the same `key` and `way`; else an AbortedError."""
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(12), box, way)
     except InvalidTag as error:
@@ -227,7 +234,7 @@ class Published:
     """Ed25519 signature of both keys, the commitment and the sum's session; 64 bytes."""
 
     def statement(self, client: int, session: bytes) -> bytes:
-        """Returns the digest that `client` signs."""
+        """Returns the digest, 32 bytes, that `client` signs in the sum called `session`."""
         who = str(client).encode()
         # The session is signed, too, so that keys of an earlier sum cannot be shown again.
         return digest(b"keys", session, who, self.sealing, self.masking, self.commitment)
@@ -238,7 +245,7 @@ class Published:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Published:
-        """Reads the bytes that `to_bytes` returned."""
+        """Reads the bytes that `to_bytes` returned; others are an AbortedError."""
         if len(content) != _LENGTH:
             raise AbortedError(f"published keys are {len(content)} bytes, expected {_LENGTH}")
         for at in (0, KEY):
@@ -256,12 +263,12 @@ Directory = Mapping[int, Published]
 
 
 def directory_digest(directory: Directory) -> bytes:
-    """Returns a digest of a directory, by which clients know that they saw the same."""
+    """Returns a digest, 32 bytes, of a directory, by which clients know that they saw the same."""
     return digest(b"directory", list_entries({c: one.to_bytes() for c, one in directory.items()}))
 
 
 def check_keys(directory: Directory) -> None:
-    """Refuses a directory in which a key is invalid, or stands twice as if one client were two."""
+    """Refuses, by an AbortedError, a directory with an invalid key, or one that stands twice."""
     keys = [key for one in directory.values() for key in (one.sealing, one.masking)]
     for key in keys:
         _check_public(key)
