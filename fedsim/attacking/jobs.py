@@ -24,7 +24,7 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Holds what all jobs of a run share."""
+    """Holds what all jobs share: the run's folder `root`, the device, and what is `granted`."""
 
     root: Path
     device: str
@@ -157,7 +157,7 @@ def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
 
 
 def seed_of(observation: Observation, label: str) -> int:
-    """Returns the seed of the attack called `label`: of the victim, not of the defense."""
+    """Returns the seed of the attack `label`, which is the same for a victim under all defenses."""
     training = observation.training
     # No name of a stack is among these, so that all are attacked from the same starting points.
     victim = (observation.round, observation.client, training.batch_size, observation.trial)

@@ -239,7 +239,7 @@ def questions(
 
 
 def join_solutions(found: Sequence[Solution]) -> Solution:
-    """Joins the answers to all `questions`, in their order and at least one, into one.
+    """Joins the answers to all `questions`, in their order, into one; none is an AttackFailed.
 
     Parts that all answers have are concatenated. The loss is the mean of the answers'; iterations
     and seconds are sums, and memory is the largest. All else is that of the first answer.

@@ -166,7 +166,7 @@ class VictimModel:
         buffers: Mapping[str, Tensor] | None = None,
         state: Mapping[str, Tensor] | None = None,
     ) -> Observation:
-        """Returns what a server sees of one undefended client's update in the first round.
+        """Returns what a server sees of an undefended first-round update; fails as `observe` does.
 
         Args:
             update: Gradient or change of weights, see `observe`, by the model's own names.

@@ -23,7 +23,7 @@ from fedsim.types import FedsimError, Observation, Reconstruction
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Asks one attack about one observation, or about one row of it."""
+    """Asks one attack about an observation, or a row of it, from `restarts` starting points."""
 
     attack: Attack[AttackState]
     observation: Observation
@@ -33,7 +33,7 @@ class Question:
     restarts: int
 
     def answer(self, progress: Callable[[Progress], None] | None = None) -> Solution:
-        """Runs the attack, with torch's global stream seeded by the question's seed."""
+        """Runs the attack by `solve`, with torch's global stream seeded by the question's seed."""
         with rng.global_stream(self.seed):
             return solve(
                 self.attack,
@@ -47,7 +47,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class AttackAnswer:
-    """Holds what became of a question: a solution, or the reason of its failure."""
+    """Holds what became of a question: a solution, or the `reason` of its failure, else None."""
 
     solution: Solution | None
     """Solution, with tensors in CPU memory; None if the attack failed."""
@@ -68,7 +68,7 @@ class Public:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Holds what all questions to a process have in common."""
+    """Holds what all questions to a process share: `device`, number of `threads`, public data."""
 
     device: str
     threads: int
@@ -79,7 +79,7 @@ class Surroundings:
 
 
 def pack_questions(questions: Sequence[Question]) -> bytes:
-    """Pickles questions about one observation object, without public images, which workers have."""
+    """Pickles questions on one observation object for `answer_packed`, without public images."""
     # Unpacking fails unless all questions share one observation object, as the packed form says.
     (observation,) = {id(each.observation): each.observation for each in questions}.values()
     rest = []
@@ -96,7 +96,7 @@ def unpack_answers(answers: bytes) -> list[AttackAnswer]:
 
 
 def answer_packed(index: int, questions: bytes) -> bytes:
-    """Returns, in a worker, the packed answers up to a failure; progress is reported as `index`."""
+    """Packs a worker's answers up to a failure for `unpack_answers`; tells progress as `index`."""
     around = _surroundings()
     observation, rest = pickle.loads(questions)  # noqa: S301 - this process's parent wrote it
     observation = move_tensors(observation, around.device)
@@ -130,7 +130,7 @@ def answer_packed(index: int, questions: bytes) -> bytes:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the reason that a row states for a failure."""
+    """Returns a FedsimError's text, or another error's type and text, as the reason in a row."""
     return str(error) if isinstance(error, FedsimError) else f"{type(error).__name__}: {error}"
 
 

@@ -198,7 +198,7 @@ class Client:
     def rows(
         self, computation: Computation, round: int, probe: Probe | None
     ) -> tuple[tuple[Tensor, Tensor], RowTruth | None]:
-        """Returns (inputs, labels) of a closed-form release, and of a probe which rows it uses."""
+        """Returns ((inputs, labels), truth) of a closed-form release; truth is None in training."""
         held = self.held()
         if probe is None:
             return held, None

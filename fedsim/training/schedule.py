@@ -39,8 +39,10 @@ class RoundPlan:
     """Says who takes part in one round, and what is recorded. Clients are in ascending order."""
 
     number: int
+    """Number of the round, from 1."""
     participants: tuple[int, ...]
     is_observed: bool
+    """Whether anything is recorded in the round."""
     observed: tuple[int, ...]
     """Clients whose update (of training or of a probe) is recorded."""
     singled: tuple[int, ...]
@@ -54,7 +56,7 @@ class RoundPlan:
     releases: int
 
     def asks(self, probe: Probe | None) -> bool:
-        """Whether the scenario asks for `probe` in this round; false of None."""
+        """Returns whether the scenario asks for `probe` in this round; False of None."""
         return (
             probe is not None
             and replace(probe, release=0) in self.probes
@@ -68,7 +70,7 @@ _KEPT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The plans of all rounds of one stack's federation."""
+    """Makes the plans of all rounds of one stack's federation."""
 
     scenario: Scenario
     aggregated: bool
@@ -123,7 +125,7 @@ class Schedule:
         return tuple(sorted(torch.randperm(clients, generator=stream)[:count].tolist()))
 
     def is_observed(self, number: int) -> bool:
-        """Whether anything is recorded in the round `number`."""
+        """Returns whether anything is recorded in the round `number`, counted from 1."""
         if not self.records:
             return False
         last = self.scenario.training.rounds

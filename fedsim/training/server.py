@@ -170,7 +170,7 @@ class Server:
         return self._schedule(self.stack)
 
     def plan(self, round: int) -> RoundPlan:
-        """Returns who takes part in `round`, and what is recorded of it."""
+        """Returns who takes part in `round`, counted from 1, and what is recorded of it."""
         return self.schedule.round(round)
 
     def _schedule(self, stack: Stack) -> Schedule:

@@ -46,7 +46,7 @@ _ROUNDED = 1e-5
 
 @dataclass
 class Steps:
-    """The steps of one client's local training, as they were computed."""
+    """The steps of one client's local training as computed; `left_out` images were not kept."""
 
     max_images: int
     images: list[Tensor] = field(default_factory=list)
@@ -421,7 +421,7 @@ def _are_images(value: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOrder:
-    """Identifies the order by which a client trained."""
+    """Identifies an order to train, by Flower's ids of the run, the node and the message."""
 
     run_id: int
     round: int

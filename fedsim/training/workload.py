@@ -43,7 +43,7 @@ class Workload(Server):
     def __init__(
         self, scenario: Scenario, stack_name: str, dataset: Dataset | Table | None = None
     ) -> None:
-        """Deals the scenario's data to its clients; `dataset` spares loading the source again."""
+        """Deals data to the clients, or raises a FedsimError; `dataset` spares a loading."""
         learner = build_learner(scenario.learner)
         least = learner.least_examples(declared_training(scenario.training))
         data = learner.view(load_dataset(scenario) if dataset is None else dataset)
@@ -136,7 +136,10 @@ class OneClient(Workload):
     def __init__(
         self, scenario: Scenario, stack_name: str, client: Client, census: Census | None = None
     ) -> None:
-        """Takes one `client`; without a `census` of all, results that need the others are wrong."""
+        """Takes one `client`; a FedsimError if it holds other numbers than `census` has of it.
+
+        Without a `census` of all clients, results that need the others are wrong.
+        """
         data = build_learner(scenario.learner).view(client.dataset)
         client = replace(client, dataset=data)
         held = len(client.own)
@@ -156,7 +159,7 @@ class OneClient(Workload):
         object.__setattr__(self, "clients", (client,))
 
     def check_assumptions(self) -> None:
-        """Refuses data as `Workload` does, without saying how they contradict the claim."""
+        """Raises a FedsimError as `Workload` does, without saying how data contradict the claim."""
         try:
             super().check_assumptions()
         except FedsimError as error:
