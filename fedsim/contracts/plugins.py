@@ -192,7 +192,7 @@ def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
 
 
 def list_installed(group: str) -> list[Installed]:
-    """Lists every plugin of `group`, sorted by name, also those that cannot be loaded."""
+    """Lists plugins by name, also those that do not load; a PluginError if `group` is none."""
     rows = []
     # Where two packages claim the name, `load` says so; the first stands for the row.
     for name, (point, *_) in sorted(_points(group).items()):

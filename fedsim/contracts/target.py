@@ -45,7 +45,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class HeldExamples:
-    """Names all examples that a client holds; a call makes inputs (pixels or rows) and labels."""
+    """Names all examples that a client holds, of so many `classes`; a call makes inputs, labels."""
 
     read: Callable[[], tuple[Tensor, Tensor]]
     labels: Tensor

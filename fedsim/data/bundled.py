@@ -39,7 +39,7 @@ class Faces(DataSource):
     """Height and width, in pixels."""
 
     def load(self) -> Dataset:
-        """Loads the set."""
+        """Returns the set, with images (N, 1, `size`, `size`) uint8."""
         images = _faces(self.size)
         # scikit-image lists its 100 faces first, then its 100 crops without a face.
         labels = torch.arange(len(images)) // 100
@@ -63,7 +63,7 @@ class Digits(DataSource):
     """Height and width, in pixels; 8 leaves the images as they are."""
 
     def load(self) -> Dataset:
-        """Loads the set."""
+        """Returns the set, with images (N, 1, `size`, `size`) uint8."""
         images, labels = _digits(self.size)
         classes = tuple(str(digit) for digit in range(10))
         return _dataset("digits", images, labels, classes, (0.31,), (0.35,))
@@ -87,7 +87,7 @@ class Photos(DataSource):
     8, of 20 crops each."""
 
     def load(self) -> Dataset:
-        """Cuts the photographs into crops, and loads them."""
+        """Cuts the photographs into crops, and returns them as images (N, 3, 32, 32) uint8."""
         crops, classes = _photos()
         if self.halves:
             classes = tuple(f"{name}, {half}" for name in classes for half in ("upper", "lower"))

@@ -73,7 +73,7 @@ class BreastCancer(TableSource):
         return features
 
     def load(self) -> Table:
-        """Loads the table."""
+        """Returns the table, split into training and test rows."""
         from sklearn.datasets import load_breast_cancer
 
         data = load_breast_cancer()
@@ -106,7 +106,7 @@ class Diabetes(TableSource):
     )
 
     def load(self) -> Table:
-        """Loads the table."""
+        """Returns the table, split into training and test rows."""
         from sklearn.datasets import load_diabetes
 
         # The scaled table is centred by statistics of all patients, so that one row would move all
@@ -144,7 +144,7 @@ class SyntheticTable(TableSource):
     """Seed of the draw; each gives another table of that size."""
 
     def load(self) -> Table:
-        """Draws the table."""
+        """Draws the table of `rows` rows, which are split into training and test rows."""
         stream = torch.Generator().manual_seed(self.draw)
 
         def normal(*shape: int) -> torch.Tensor:

@@ -155,7 +155,7 @@ class ImageFolder(DataSource):
         return self
 
     def load(self) -> Dataset:
-        """Reads both splits; refuses empty or damaged ones, of several sizes, or over 8 GiB."""
+        """Reads both splits; a FedsimError if empty, damaged, of several sizes, or over 8 GiB."""
         with open_tree(from_home(self.path)) as tree:
             found = self._find_images(tree)
             kept = {split: self._apply_limit(items) for split, items in found.items()}

@@ -40,7 +40,7 @@ def resize(image: Image, width: int, height: int) -> Image:
 
 
 def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[Tensor, Tensor]:
-    """Returns (train, test) indices, sorted and disjoint: `test_fraction` of each class is test."""
+    """Returns sorted (train, test) indices; of each class `test_fraction` is test, by `name`."""
     test = torch.zeros(len(labels), dtype=torch.bool)
     for label in sorted(set(labels.tolist())):
         members = (labels == label).nonzero().flatten()
@@ -52,9 +52,10 @@ def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[T
 def split_by_content(
     contents: Iterable[bytes], test_fraction: float, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns (train, test) indices, sorted and disjoint, by a keyed hash of each content.
+    """Returns sorted (train, test) indices, by a hash of each content that is keyed by `name`.
 
-    Adding an example moves no other, as a privacy claim about one example requires.
+    Each is test with a chance of `test_fraction`. Adding an example moves no other, as a privacy
+    claim about one example requires.
     """
     key = hashlib.sha256(b"fedsim split\0" + name.encode()).digest()
     # Digests of 8 bytes are uniform below 2^64, so a share `test_fraction` of them lies below this.

@@ -131,7 +131,7 @@ class TableSource(DataSource):
         private_statistics: tuple[str, ...] | None = None,
         split_by_row: bool = False,
     ) -> Table:
-        """Builds the table of raw features and a scaled target; refuses too few rows for a test.
+        """Builds the table of raw features and a scaled target; a FedsimError if a split is empty.
 
         Args:
             name: name of the source.
@@ -241,7 +241,7 @@ class TableFile(TableSource):
         return self
 
     def load(self) -> Table:
-        """Reads the table; refuses by line and column a value that is not what the schema says."""
+        """Reads the table; a FedsimError has line and column of a value that breaks the schema."""
         features, target, owners = [], [], []
         row: dict[str, str] = {}
         for line, row in self._lines():

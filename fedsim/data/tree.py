@@ -103,12 +103,12 @@ class Tree(ABC):
 
     @final
     def has(self, path: Parts) -> bool:
-        """Whether there is a file at `path` that lies below the root after links are followed."""
+        """Returns whether there is a file at `path`, below the root even with links followed."""
         return all(part not in ("", ".", "..") for part in path) and self._has(path)
 
     @final
     def reads(self, path: Parts) -> bool:
-        """Whether the name of the file at `path` is that of an image."""
+        """Returns whether the name of the file at `path` is that of an image."""
         return bool(path) and _format(path) is not None
 
     @abstractmethod
@@ -117,7 +117,7 @@ class Tree(ABC):
 
     @final
     def text(self, path: Parts) -> str:
-        """Reads a text file in UTF-8; refuses one that is missing, too large, or no text."""
+        """Reads a UTF-8 file; a FedsimError if it is missing, too large, or no text."""
         name = self.name(path)
         if not self.has(path):
             raise FedsimError(f"{name}: there is no such file: correct `labels`")
@@ -302,7 +302,7 @@ def _format(path: Parts) -> str | None:
 
 @contextmanager
 def open_tree(root: Path) -> Iterator[Tree]:
-    """Opens the tree at `root`, a directory or a zip archive, for the `with` block, or refuses."""
+    """Opens the tree at `root`, a directory or a zip archive, for the block; else a FedsimError."""
     if root.is_dir():
         yield _DirectoryTree(root)
         return

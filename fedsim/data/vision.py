@@ -26,7 +26,7 @@ class _VisionSource(DataSource):
 
     @final
     def load(self) -> Dataset:
-        """Loads both splits, in the published order; refuses where they are not there."""
+        """Returns both splits, in the published order; a FedsimError if they are not there."""
         train, test = self._split(True), self._split(False)
         return Dataset(
             name=self.title,

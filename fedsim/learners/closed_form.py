@@ -80,7 +80,10 @@ class ClosedForm(OneRelease):
     """Runs a closed-form learner of tables on one stack's federation."""
 
     def __init__(self, problem: Problem, kind: ReleaseKind, columns: int) -> None:
-        """Prepares releases of `kind` by a random matrix of `columns` columns (0: by none)."""
+        """Prepares releases of `kind` by a random matrix of `columns` columns (0: by none).
+
+        A target of more than two classes is a FedsimError.
+        """
         assert isinstance(problem.dataset, Table)
         self.table = problem.dataset
         if len(self.table.classes or ()) > 2:
@@ -191,7 +194,7 @@ class Sketch(Learner):
         return "sketch"
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner to one stack's federation."""
+        """Binds the learner; a FedsimError if the target has more than two classes."""
         return _Sketching(problem, "sketch", self.columns)
 
 

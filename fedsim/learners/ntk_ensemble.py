@@ -136,7 +136,7 @@ class NTK(Learner):
         return _KINDS[self.release]
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner to one stack's federation."""
+        """Binds the learner; a FedsimError if Q is too large, or `model` is of several clients."""
         return _Ensemble(problem, self) if self.release == "form" else _Single(problem, self)
 
 

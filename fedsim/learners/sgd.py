@@ -59,7 +59,7 @@ class SGD(TrainingLearner):
     data = Dataset
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner to one stack's federation."""
+        """Binds the learner to one stack's federation; a FedsimError if its model does not fit."""
         return _SGDTraining(problem)
 
 

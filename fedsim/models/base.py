@@ -157,14 +157,14 @@ class Classifier(nn.Module):
 
 
 class ModelPlugin(Plugin):
-    """A named architecture. Its fields are the architecture's hyper-parameters."""
+    """A named architecture, which a subclass builds by `build`; fields are its hyper-parameters."""
 
     takes_rows: ClassVar[bool] = False
     """Whether it also takes rows (D,) of a table, and not only images (C, H, W)."""
     head: HeadConfig | None = None
-    """A two-layer head in place of the single linear layer."""
+    """A two-layer head in place of the single linear layer; None keeps that layer."""
     imprint: ImprintConfig | None = None
-    """A malicious server's module in front of the model, which attack `imprint` reads."""
+    """A malicious server's module before the model, which attack `imprint` reads; None: none."""
 
     @abstractmethod
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
@@ -212,7 +212,7 @@ def _load_plugin(spec: ModelSpec) -> ModelPlugin:
 
 
 def feature_size(body: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Returns how many features a new `body`, left in train mode, computes from one input."""
+    """Returns how many features a new `body` (on CPU, left in train mode) computes of one input."""
     body.eval()
     with torch.no_grad():
         size = body(torch.zeros(1, *input_shape)).flatten(1).shape[1]

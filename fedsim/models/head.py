@@ -97,7 +97,7 @@ def assemble(
 
 
 def plants(model: Classifier) -> bool:
-    """Whether `model` has neurons that the server plants: in its head or an imprint module."""
+    """Returns whether `model` has neurons of the server: in its head or an imprint module."""
     head = model.head
     return model.imprint is not None or (isinstance(head, TwoLayerHead) and head.config.planted > 0)
 
@@ -115,7 +115,7 @@ def build_honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = 
 
 
 def plant_neurons(model: Classifier, parameters: Tensors, seed: int) -> dict[str, Tensor]:
-    """Returns a copy of the model's `parameters` with the server's neurons planted by `seed`."""
+    """Returns the model's `parameters`, with the server's neurons planted by `seed`, on the CPU."""
     values = dict(parameters)
     with rng.global_stream(seed):
         for name, part in model.named_children():

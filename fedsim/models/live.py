@@ -48,7 +48,7 @@ def keep(model: Classifier, kind: str) -> str:
 
 
 def is_live(name: str) -> bool:
-    """Whether `name` has the form of the names that `keep` returns."""
+    """Returns whether `name` has the form of the names that `keep` returns."""
     return name.startswith(_PREFIX)
 
 
@@ -147,7 +147,7 @@ def take_apart(
 
 
 def is_random(model: Classifier) -> bool:
-    """Whether a model from `take_apart` draws random numbers; it repeats one draw."""
+    """Returns whether a model from `take_apart` draws random numbers; it repeats one draw."""
     return isinstance(model.body, _Logits) and model.body.seeded
 
 

@@ -73,7 +73,7 @@ def _as_written(scenario: Scenario) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a scenario where a plugin of `group` is named: by its name, or by a mapping."""
+    """A place where a scenario names a plugin of `group`, by `value`: its name, or a mapping."""
 
     path: KeyPath
     group: str

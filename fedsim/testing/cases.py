@@ -360,7 +360,7 @@ def make_release(
         learner: Name of a registered closed-form learner.
         parameters: Parameters of the learner.
         defense: Defenses as a scenario lists them.
-        num_clients: Number of clients; several need an aggregation defense to combine them.
+        num_clients: Number of clients; several without an aggregation defense are a ValueError.
         intercept: Whether the last feature is the constant 1.
         classes: Classes of a target that is -1 or +1; None for a quantity.
         row_norm: Bound on the L2 norm of a row; default: sqrt(d + 1).
