@@ -49,7 +49,10 @@ class InstaHide(BatchDefense):
     def change(
         self, images: Tensor, labels: Tensor, spec: InputSpec, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Mixes images and labels, and flips the signs of the images' normalized entries."""
+        """Returns means (B, C, H, W) of normalized images with random signs, and of labels (B, K).
+
+        Arguments are those of `BatchDefense.change`.
+        """
         count = len(images)
         weights = self._draw_weights(count, rng)
         # Each image is the first of one mean, so that none is left out of training.

@@ -27,7 +27,7 @@ class LocalAggregation(TrainingDefense):
     """`same`: every step sees the same batch; `different`: each draws its own."""
 
     def training(self, declared: LocalTraining) -> LocalTraining:
-        """Returns `declared` with the steps and batches of this defense, as fedavg."""
+        """Returns `declared` with this defense's steps and batches, and algorithm `fedavg`."""
         return replace(declared, algorithm="fedavg", steps=self.steps, batches=self.batches)
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:

@@ -101,7 +101,10 @@ def display(quiet: bool) -> Display:
 
 @contextmanager
 def report_work(title: str, of: str = "a curve", quiet: bool = False) -> Iterator[None]:
-    """Prints the share of work (`numerics.work`) done in its `with` block, after a second."""
+    """Prints `title` and the share of work (`numerics.work`) done in its block, after a second.
+
+    `of` names the work in these lines, which go to stderr every 5 s; `quiet` prints none.
+    """
     from fedsim.privacy.numerics import work
 
     if quiet:

@@ -36,7 +36,11 @@ class SpectralFeatures(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the basis (n, d); the loss is the share outside. AttackFailed if ∂L/∂W = 0."""
+        """Returns an orthonormal basis (n, d) as features, n the lesser of batch size and d.
+
+        The loss is the share of ∂L/∂W's energy outside the span. An AttackFailed says that ∂L/∂W
+        is 0, or the model has no two-layer head.
+        """
         head = HeadGradient.read(observation)
         if not head.grad_hidden.any():
             raise AttackFailed("nothing is left of ∂L/∂W, whose rows the span is read off")

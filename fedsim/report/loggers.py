@@ -247,7 +247,10 @@ def chosen(names: Sequence[str]) -> list[_Store]:
 
 
 def log_run(folder: Path | str, stores: Sequence[_Store]) -> list[str]:
-    """Copies a finished run, or a sweep, to `stores`; returns a line for each that failed."""
+    """Copies a finished run or sweep to `stores` (`chosen`); returns a line for each that failed.
+
+    A ReportError says that `folder` holds no run, or one that is damaged.
+    """
     copies = [_collect(run) for run in load_runs([folder])]
     problems = []
     for store in stores:

@@ -223,7 +223,10 @@ class LeaderboardRow:
 
     @property
     def is_decided(self) -> bool:
-        """Whether a control tells what was read off the update from what was known before."""
+        """Whether a control tells what was read off the update from what was known before.
+
+        False if there is none (`no_control`), or it is another batch of the same client.
+        """
         return self.no_control is None and self.control != "batch"
 
     def above_other(self, name: str) -> Summary | None:

@@ -58,7 +58,7 @@ def unfit(address: str, *, has_roots: bool) -> str | None:
 
 
 def listener(address: str) -> socket.socket:
-    """Returns a socket that listens at `address`; port 0 takes a free one."""
+    """Returns a socket that listens at `address`, or raises an OSError; port 0 takes a free one."""
     host, port = split(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)

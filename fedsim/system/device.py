@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def resolve_device(device: str) -> str:
-    """Returns the name `device`, of `auto` what there is; refuses what is none or not available."""
+    """Returns `device`, of `auto` what there is; a FedsimError if it is none or not available."""
     if not re.fullmatch(DEVICE_PATTERN, device):
         raise FedsimError(f"device: {device!r} is none; use cpu, cuda, cuda:N or auto")
     available = torch.cuda.is_available()

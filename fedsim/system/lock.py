@@ -26,9 +26,10 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
-    """Locks `folder`, made if it is missing, inside the block against other runs, or refuses.
+    """Locks `folder`, made if it is missing, inside the block against other runs.
 
-    `option` is how a user chooses another. A file system without locks gives a warning.
+    A FedsimError says that another run has it, and by which `option` a user chooses another. A file
+    system without locks gives a warning.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / NAME

@@ -34,7 +34,7 @@ _KINDS = (
 
 
 def from_home(path: str) -> Path:
-    """Returns `path`, with the home directory for a leading `~` or `~user`, which must be known."""
+    """Returns `path`, with the home directory for a leading `~` or `~user`, or a FedsimError."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -45,13 +45,13 @@ def from_home(path: str) -> Path:
 
 
 def regular(path: Path, max_bytes: int) -> Path:
-    """Checks that `path` is a regular file, and returns it; a library may now open it by name."""
+    """Returns `path`, which a library may open by name; it raises as `open_regular` does."""
     with open_regular(path, max_bytes):
         return path
 
 
 def refuse_links(path: Path, root: Path) -> Path:
-    """Checks that no part of `path` below the folder `root` is a link, and returns `path`."""
+    """Returns `path`; a FedsimError if a part of it below the folder `root` is a link."""
     for part in (path, *path.parents):
         if part == root:
             break
@@ -72,7 +72,11 @@ def read_named(path: Path, option: str, max_bytes: int) -> bytes:
 
 @contextmanager
 def open_regular(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
-    """Opens the regular file at `path`, of at most `max_bytes`, for reading inside the block."""
+    """Opens the file at `path` for reading inside the block.
+
+    A FedsimError refuses what is no regular file or exceeds `max_bytes`, an OSError what is missing
+    or may not be read.
+    """
     try:
         _check(path, path.stat(), max_bytes)
         # What was looked at may be gone by now: opening a pipe must not wait for its other end.
@@ -85,7 +89,7 @@ def open_regular(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
 
 
 def content(path: Path, max_bytes: int) -> bytes:
-    """Returns all bytes of a regular file of at most `max_bytes`."""
+    """Returns all bytes of a regular file of at most `max_bytes`; it raises as `open_regular`."""
     with open_regular(path, max_bytes) as file:
         # A read takes all the memory that it is allowed to fill, however small the file is.
         data = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
@@ -97,12 +101,12 @@ def content(path: Path, max_bytes: int) -> bytes:
 
 
 def text(path: Path, max_bytes: int, encoding: str = "utf-8") -> str:
-    """Returns the text of a regular file of at most `max_bytes`, in that `encoding`."""
+    """Returns `content` as text; a UnicodeDecodeError if it is not in that `encoding`."""
     return content(path, max_bytes).decode(encoding)
 
 
 def writable_folder(path: Path, option: str) -> None:
-    """Refuses, naming `option`, a `path` that is no folder and cannot be one; makes nothing."""
+    """Raises a FedsimError on `option` if `path` can be no writable folder; makes nothing."""
     try:
         if "\0" in str(path):
             raise ValueError("a name with a NUL")
@@ -131,7 +135,7 @@ def writable_folder(path: Path, option: str) -> None:
 
 
 def writable_file(path: Path, option: str) -> None:
-    """Refuses a file to write that is a folder, or whose folder `writable_folder` refuses."""
+    """Raises a FedsimError on `option` if `path` is a folder, or lies in no writable folder."""
     writable_folder(path.parent, option)
     if path.is_dir():
         raise FedsimError(f"{option} {path}: is a folder; name a file in it")
