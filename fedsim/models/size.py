@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -49,10 +50,12 @@ class _ShapesAlone(TorchFunctionMode):
         first = args[0] if args else None
         if function in _LAYERS and _is_counted(first) and "out" not in kwargs:
             none = torch.empty(0, *first.shape[1:], dtype=first.dtype, device="cpu")
-            others = {name: _stand_in(value) for name, value in kwargs.items()}
-            answer = function(none, *map(_stand_in, args[1:]), **others)
-            if isinstance(answer, Tensor):
-                return first.new_empty(len(first), *answer.shape[1:])
+            # What does not fit, or has too many weights even for addresses, is torch's to answer.
+            with suppress(RuntimeError, ValueError):
+                others = {name: _stand_in(value) for name, value in kwargs.items()}
+                answer = function(none, *map(_stand_in, args[1:]), **others)
+                if isinstance(answer, Tensor):
+                    return first.new_empty(len(first), *answer.shape[1:])
         return function(*args, **kwargs)
 
 
@@ -67,9 +70,10 @@ def _is_counted(layer_input: object) -> TypeGuard[Tensor]:
 
 
 def _stand_in(argument: object) -> object:
-    """Returns zeros of a weight's shape, which are one number in memory; all else as it is."""
+    """Returns a weight's shape without numbers, in memory that is never used; all else as it is."""
     if isinstance(argument, Tensor) and argument.is_meta:
-        return torch.zeros((), dtype=argument.dtype, device="cpu").expand(argument.shape)
+        # Contiguous, as a convolution would copy anything else, and so use the memory.
+        return torch.empty(argument.shape, dtype=argument.dtype, device="cpu")
     return argument
 
 

@@ -96,6 +96,12 @@ def test_a_layer_that_does_not_fit_its_input_has_no_size(broken: Callable[[], nn
     assert count_size(broken, (3, 4, 5)) is None
 
 
+def test_a_model_that_no_memory_holds_is_counted() -> None:
+    size = count_size(lambda: nn.Conv2d(100_000, 100_000, 3), (100_000, 4, 4))
+    assert size is not None
+    assert (size.state, size.image) == (4 * (9 * 10**10 + 10**5), 4 * 4 * 10**5)
+
+
 def test_what_is_no_model_has_no_size() -> None:
     given: Any = {"parameters": {}, "input_shape": (1, 8, 8), "num_classes": 2}
     spec = ModelSpec(name="idle", mean=(0.5,), std=(0.5,), **given)
