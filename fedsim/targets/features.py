@@ -209,7 +209,8 @@ class Features(Target):
         true = self.truth_of(request.truth)
         # Beside an attack that answers no features none are guessed; beside a failed one they are.
         silent = request.found is not None and request.found.features is None
-        public = None if silent else _public_features(request, aids)
+        # The body that they take is built only for features to compare them with.
+        public = None if true is None or silent else _public_features(request, aids)
         if true is None or public is None:
             return None
         return TargetGuess(metrics=self.guessed_from(public, true))

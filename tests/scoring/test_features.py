@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
-from fedsim.scoring import Unavailable, score
+from fedsim.contracts.target import GuessRequest
+from fedsim.scoring import Guesser, Unavailable, score
 from fedsim.targets.features import Features, _principal_angles, subspace_error
+from fedsim.targets.images import ImageAid
 from fedsim.types import GroundTruth, Reconstruction
 
 
@@ -95,3 +97,11 @@ def test_the_guess_of_a_span_leaves_the_least_of_public_features():
     error = (public.double().mean(0) - truth).norm(dim=1) / truth.norm(dim=1)
     assert metrics["feature_error"] == pytest.approx(float(error.mean()))
     assert "feature_error" not in Features().guessed_from(public, torch.zeros(1, 5))
+
+
+def test_without_true_features_no_model_is_rebuilt_for_a_guess():
+    """As of a failed attack on a stranger's recording, whose model may not be installed."""
+    public = Guesser(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.arange(4))
+    truth = GroundTruth(images=torch.zeros(1, 1, 2, 2), labels=torch.tensor([0]))
+    request = GuessRequest(truth=truth, observation=object())
+    assert Features().guess(request, {"images": ImageAid(guesser=public)}) is None
