@@ -144,6 +144,8 @@ def test_an_estimate_comes_with_its_interval(tmp_path: Path) -> None:
     assert found.confidence == 0.99
     with pytest.raises(FedsimError, match="method: monte_carlo estimates"):
         calculator.epsilon("normal", keys, delta=0.1)
+    with pytest.raises(FedsimError, match="confidence: got 1; expected a number in"):
+        calculator.delta("normal", {**keys, "confidence": np.nextafter(1.0, 0.0)}, epsilon=0.5)
 
 
 @pytest.mark.parametrize("words", [[], pytest.param(["delta"], marks=pytest.mark.slow)])

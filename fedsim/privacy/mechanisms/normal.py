@@ -14,7 +14,7 @@ from pydantic import Field
 
 from fedsim.privacy.contract import WAYS, Answer, Direction, ExactCurve, KnownMechanism
 from fedsim.privacy.numerics import quadratic
-from fedsim.privacy.numerics.special import Array, require_delta, require_epsilon
+from fedsim.privacy.numerics.special import Array, require_delta, require_epsilon, require_range
 from fedsim.system import paths
 from fedsim.types import FedsimError
 from fedsim.words import number_of
@@ -157,6 +157,8 @@ def _estimate(
     """Returns (δ, draws): an estimate within `error` of δ with probability `confidence`."""
     # The mean of (1 - exp(ε - L))+, L = log N1(x) / N2(x) at draws x of N1. By Hoeffding's
     # inequality it takes log(2 / γ) / (2 α²) draws, α the error and 1 - γ the confidence.
+    # Half of what is left below 1 may be lost in rounding.
+    require_range("confidence", confidence, 0.0, np.nextafter(1.0, 0.0), "a number in (0, 1)")
     draws = math.ceil(math.log(2 / (1 - confidence)) / (2 * error**2))
     if draws > 10**9:
         raise FedsimError(f"error: {error:g} takes {number_of(draws, 'draw')}; use a larger one")
