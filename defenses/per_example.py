@@ -71,7 +71,7 @@ def noisy_steps(
 
 
 def noise_on_steps(std: float, correlation: float = 0.0) -> Effect:
-    """Returns the effect of clipping examples, and of noise of deviation `std` on each step."""
+    """Returns the effect of clipping, and of noise (`std`, λ being `correlation`), on steps."""
     noise = Noise(variance=std**2, on="step", correlation=correlation)
     return Effect(scaled_examples=True, noise=(noise,) if noise.variance else ())
 

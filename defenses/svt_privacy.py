@@ -31,7 +31,7 @@ class SparseVectorRelease(ExactMechanism):
     count: int
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Returns ε at `delta` of `releases`: the lesser of pure ε's sum and a bound by Rényi's."""
+        """Returns ε at `delta` of so many releases: the lesser of pure ε's sum and Rényi's."""
         from dp_accounting import LaplaceDpEvent
         from dp_accounting.rdp import RdpAccountant
 

@@ -150,7 +150,7 @@ class Peeling(FeatureSolver):
         return [neurons[group == g] for g in largest.tolist() if size[g] >= least]
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the known features, followed by an orthonormal basis of the rest of the span."""
+        """Returns the known features (n, d), then an orthonormal basis of the rest of the span."""
         features, head = self.features, self.head
         missing = head.rank - len(features)
         if missing > 0:

@@ -42,7 +42,7 @@ class ImprintAttack(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the images, of the largest gradients first, and repeats them if too few.
+        """Returns images (N, C, H, W), largest gradients first, and repeats them if too few.
 
         An AttackFailed says that the model has no imprint module, or that no image stands out.
         """

@@ -51,7 +51,7 @@ class ExtremeRays(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns features, and labels and images where inputs tell them; means for the rest.
+        """Returns features (N, d), and labels and images if inputs tell them; means for the rest.
 
         An AttackFailed says that no layer is eligible, or that no input stands out.
         """

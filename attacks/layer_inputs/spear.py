@@ -229,7 +229,7 @@ class Spear(IterativeAttack[_SpearState]):
         return state.score >= _COMPLETE or super().terminate(state)
 
     def postprocess(self, state: _SpearState) -> Reconstruction:
-        """Returns features, and labels and images where inputs tell them; means for the rest.
+        """Returns features (N, d), and labels and images if inputs tell them; means for the rest.
 
         An AttackFailed says that too few sparse combinations were found.
         """

@@ -191,6 +191,7 @@ class Certificate:
     """States how many images of an answer an attack certifies to be right, and how many wrongly."""
 
     images: int
+    """Number of images that the attack answered with."""
     determined: int | None
     """Number of images to which the update leaves a single answer, by the attack's word, if any."""
     certified: int | None

@@ -216,7 +216,7 @@ class Features(Target):
         return TargetGuess(metrics=self.guessed_from(public, true))
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns the chance that one of an answer's guesses has each cosine with a truth."""
+        """Returns, as `feature_cosine`, how likely a guess has each cosine; empty without any."""
         true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
         if true is None or request.found is None or request.found.features is None:
             return {}

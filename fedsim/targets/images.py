@@ -226,7 +226,7 @@ class Images(Target):
         )
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns the chance that one of an answer's guessed images reaches each PSNR."""
+        """Returns, as `psnr`, how likely a guessed image reaches each PSNR; empty without any."""
         guesser, true = aid_of(aids).guesser, self.truth_of(request.truth)
         if not isinstance(guesser, Guesser) or true is None:
             return {}

@@ -75,7 +75,7 @@ def membership_tpr(
 
 
 def accused_others(others: int, false_positives: float) -> int:
-    """Returns k: the k-th highest score of `others` non-members is the threshold; 0 for none."""
+    """Returns k: the k-th highest of `others` scores is the threshold at that rate; 0 for none."""
     # The slack keeps products whole that rounding takes to just below.
     return math.floor(false_positives * (others + 1) + 1e-9)
 
@@ -276,6 +276,7 @@ def blind_p_value(inputs: Tensor, labels: Tensor, members: Tensor) -> float:
     """Returns the p-value of the hypothesis that coins alone tell members (N,) bool from others.
 
     It is 1 for fewer than 40 candidates, or where a half has no member or no other.
+    `inputs` are (N, ...), and `labels` (N,) int64.
     """
     if len(members) < _LEAST:
         return 1.0

@@ -165,7 +165,7 @@ class Rows(Target):
     def tensors_to_save(
         self, found: Reconstruction, truth: Truth, assignments: Mapping[str, list[int]], aids: Aids
     ) -> dict[str, Tensor]:
-        """Returns the rows and their truth, with who took part, what is scored, and classes."""
+        """Returns `rows` and `truth_rows`, with `members`, `scored` and `classes` of the truth."""
         tensors = truth.tensors()
         kept: dict[str, Tensor] = {
             name: tensors[name] for name in ("members", "scored", "classes") if name in tensors
