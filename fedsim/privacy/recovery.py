@@ -240,8 +240,8 @@ def gaussian_success_limit(chance: float, distance: float) -> float:
     """Bounds the probability of `success_limit` behind Gaussian noise alone: Φ(Φ⁻¹(chance) + μ).
 
     `chance`, at least 0, is as there. `distance` is μ >= 0, how far the protected unit moves the
-    released mean, in deviations of the noise: sqrt(T) / z for T steps with noise multiplier z. No
-    curve of claims gives a smaller bound (Neyman and Pearson; Dong, Roth and Su, Gaussian
+    released mean, in its noise's deviations. T steps with noise multiplier z move it sqrt(T) / z.
+    No curve of claims gives a smaller bound (Neyman and Pearson; Dong, Roth and Su, Gaussian
     Differential Privacy, 2022, section 2).
 
     >>> gaussian_success_limit(0.5, 0.0)

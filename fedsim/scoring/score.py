@@ -246,8 +246,8 @@ def false_certificates(found: Reconstruction, truth: Truth) -> int | None:
 
     Each true image matches one answer at most. Matching features have a cosine of at least 0.999
     and lengths that differ by at most 5 % of the true one; matching labels are equal. Parts that
-    the answer lacks do not count. Nothing is compared without a mask `certified`, without both
-    parts, or if features are answered and the truth has none.
+    the answer lacks do not count. Nothing is compared without a mask `certified`, if neither part
+    is answered, or if features are and the truth has none.
     """
     if found.certified is None or (found.features is None and found.labels is None):
         return None
