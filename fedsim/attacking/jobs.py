@@ -256,7 +256,7 @@ def cost(solution: Solution | None, seconds: float = 0.0) -> dict[str, float | i
 
 
 def result_without_attack(observation: Observation, status: Status, reason: str) -> Result:
-    """Returns the result of a job without an attack: nothing is scored or guessed."""
+    """Returns a result of that `status` and `reason` without an attack: nothing is scored."""
     nothing = scoring.no_metrics()
     return Result(
         observation=observation,

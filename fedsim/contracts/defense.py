@@ -121,7 +121,7 @@ class StatisticDefense(Plugin):
         return False
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses a `client`'s `value`, as `DataDefense.check` refuses rows; by default none."""
+        """Refuses a `client`'s `value` by a FedsimError, as `DataDefense.check`; default: none."""
 
     @abstractmethod
     def public_parameters(self, release: Release) -> Mapping[str, float]:

@@ -140,7 +140,7 @@ class Computation(ABC):
         return training.num_images
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Refuses {client: (inputs, labels)} that contradict a defense's claim; by default none."""
+        """Raises a FedsimError if {client: (inputs, labels)} defy a claim; by default none do."""
         return
 
     @abstractmethod

@@ -31,7 +31,7 @@ def from_pil(image: Image) -> Tensor:
 
 
 def resize(image: Image, width: int, height: int) -> Image:
-    """Resizes bicubically in Pillow's integer arithmetic, to the same bytes on every machine."""
+    """Resizes to `width` x `height` pixels, bicubically, to the same bytes on every machine."""
     from PIL.Image import Resampling
 
     if image.size == (width, height):

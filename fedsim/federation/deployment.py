@@ -97,7 +97,7 @@ class Deployment(FlowerEngine):
         """Copies the truth that nodes keep into the run in `out`; returns the number of files.
 
         Recordings that clients made of each other are copied, too. If `homes` is empty, the nodes'
-        folders below `out` are read. A home with truth of another client than its own is refused.
+        folders below `out` are read. A home with another client's truth is a FedsimError.
         """
         from fedsim.recording import files, truth
 

@@ -42,6 +42,9 @@ class FlowerEngine(Engine):
             server: What the server knows; a `Workload` unless the engine is remote.
             on_round: Called after each round with its record, before a checkpoint is written.
             link: Way to nodes on other machines; else None.
+
+        Raises:
+            FedsimError: the strategy failed, or nodes cannot be reached.
         """
 
     def clients_of(
@@ -54,7 +57,7 @@ class FlowerEngine(Engine):
         Args:
             scenario: The scenario.
             out: The run's folder.
-            link: Way to ask the nodes; None reads an earlier answer from `out`.
+            link: Way to ask the nodes; None reads an earlier answer from `out`, or a FedsimError.
             on_wait: Called with the number of connected nodes while more have to connect.
         """
         if link is not None:

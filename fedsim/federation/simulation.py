@@ -68,7 +68,7 @@ class Simulation(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Trains the remaining rounds of `job` in a child process with its own workload."""
+        """Trains the remaining rounds of `job` in a child process; a FedsimError if it dies."""
         scratch = Path(tempfile.mkdtemp(prefix="fedsim-"))  # Ray's sockets need a short path
         per_process = server.scenario.threads
         try:

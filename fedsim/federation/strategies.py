@@ -278,7 +278,7 @@ def save_memory(strategy: Strategy) -> tuple[Any, dict[str, Tensor]]:
 
 
 def restore_memory(strategy: Strategy, plain: Any, tensors: Tensors) -> None:
-    """Gives a fresh strategy of the same parameters what `save_memory` returned of another."""
+    """Gives a fresh strategy of the same parameters the (`plain`, `tensors`) of `save_memory`."""
     for name, value in plain.items():
         if isinstance(value, dict) and value["kind"] == "strategy":
             restore_memory(getattr(strategy, name), value["items"], tensors)

@@ -109,6 +109,8 @@ class TapGrid:
     def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:
         """Sends the strategy's training messages, then the round's probes; records all answers.
 
+        A FedsimError says that a message holds no arrays.
+
         It is called once between `begin` and `end`, and replaces the content of `messages` by
         fedsim's own order. It returns one reply for each accepted update, by ascending client, or
         none: a reply's arrays are that client's new weights, computed when they are read, until

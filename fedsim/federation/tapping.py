@@ -112,7 +112,7 @@ def client_tap(
     """Returns a mod of a ClientApp that records what this client receives and answers.
 
     The mod must be the first of the app's mods, so that it records what leaves the machine. Each
-    run gets a folder of its own in `out`. `rounds` and `max_gib` are those of `tap`.
+    run gets a folder of its own in `out`. `rounds`, `max_gib` and errors are those of `tap`.
     """
     recorder_of = _recorders(out, rounds, None, max_gib)
 
@@ -151,7 +151,7 @@ def witness(
     Args:
         out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
         rounds: Rounds that are kept, counted from 1; default all. Given rounds leave out every
-            message that does not name its round.
+            message that does not name its round. Wrong values, here and below, are a FedsimError.
         max_images: Maximum number of distinct images kept of one order to train.
         max_gib: Maximum size of a run on this disk, in GiB; what does not fit is not kept.
     """

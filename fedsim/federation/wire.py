@@ -188,7 +188,7 @@ def answer(update: Update, loss: float | None, is_clipped: bool | None = None) -
 
 
 def metrics_of(examples: int, loss: float | None, is_clipped: bool | None) -> MetricRecord:
-    """Returns the numbers of an answer, without those that are None."""
+    """Returns an answer's number of `examples`, and of its other values those that are not None."""
     metrics = MetricRecord({EXAMPLES: examples})
     if loss is not None:
         metrics[LOSS] = loss

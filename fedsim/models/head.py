@@ -71,7 +71,7 @@ class TwoLayerHead(nn.Module):
 
 
 def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> nn.Module:
-    """Builds the head of `config`, or a linear one if None; its last layer is called `output`."""
+    """Builds `config`'s head (None: a linear one) of `in_features`; its last layer is `output`."""
     if config is not None:
         return TwoLayerHead(config, in_features, num_classes)
     layers: OrderedDict[str, nn.Module] = OrderedDict()

@@ -29,7 +29,7 @@ def asked_epsilons(stack: Stack) -> list[AskedEpsilon]:
 
 
 def epsilon_of_rounds(noise_multiplier: float, rounds: int, delta: float) -> float:
-    """Returns ε at `delta` of so many Gaussian releases of one multiplier, which compose to one."""
+    """Returns ε at `delta` of `rounds` Gaussian releases of one `noise_multiplier` together."""
     return float(gaussian.epsilon(noise_multiplier / math.sqrt(rounds), delta))
 
 

@@ -170,7 +170,7 @@ class Releases:
     """Counts on disk how often the node has answered."""
 
     def __init__(self, path: Path, most: int | None) -> None:
-        """Continues the count in the file at `path`, up to `most` (None: any number of) answers."""
+        """Continues the count at `path`, up to `most` (None: any); a FedsimError if damaged."""
         self._path, self._most = path, most
         self._count = 0
         if path.exists():

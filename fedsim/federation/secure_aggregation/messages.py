@@ -95,7 +95,10 @@ def model_order(
 
 
 def read_planted(content: RecordDict, parameters: Tensors) -> dict[str, Any] | None:
-    """Reads the weights at which probes are computed; None if they are the model's `parameters`."""
+    """Reads the weights at which probes are computed; None if they are the model's `parameters`.
+
+    Weights of other names, shapes or types than these are a MalformedError.
+    """
     if PLANTED not in content:
         return None
     return wire.decode_like(wire.arrays_of(content, PLANTED), parameters)

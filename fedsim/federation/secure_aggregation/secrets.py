@@ -116,7 +116,7 @@ def agree_key(
     Args:
         secret: X25519 secret key of one of the two, 32 bytes.
         other: Number of the other client.
-        keys: X25519 public keys of both, by client.
+        keys: X25519 public keys of both, by client; one that is none is an AbortedError.
         purpose: What the bytes are for; other purposes give other bytes.
         session: `Terms.session` of the sum.
     """
