@@ -109,9 +109,15 @@ def mean_of_pairs(first: Sequence[Row], second: Sequence[Row], column: str) -> R
     if [[row[key] for key in trial] for row in first] != [[r[k] for k in trial] for r in second]:
         raise ClaimError("two attacks were not compared on the same batches")
     pairs = zip(first, second, strict=True)
-    found = summarize([float(one[column]) - float(other[column]) for one, other in pairs])
+    above = [{column: str(float(one[column]) - float(other[column]))} for one, other in pairs]
+    return mean_of_rows(above, column)
+
+
+def mean_of_rows(lines: Sequence[Row], column: str) -> Row:
+    """Returns mean and interval of a column of independent rows, in `with_interval`'s form."""
+    found = summarize([float(line[column]) for line in lines])
     if found is None or found.low is None:
-        raise ClaimError("an interval needs three trials")
+        raise ClaimError("an interval needs three different values")
     ends = {"mean": found.mean, "low": found.low, "high": found.high}
     return {f"{column}_{name}": str(value) for name, value in ends.items()}
 
@@ -175,6 +181,7 @@ def render(page: str, folder: Path = DOCS / "results") -> str:
         hold=hold,
         rank_correlation=rank_correlation,
         mean_of_pairs=mean_of_pairs,
+        mean_of_rows=mean_of_rows,
         float=float,
     )
     return environment.get_template(TEMPLATES[page]).render()
