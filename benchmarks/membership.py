@@ -20,7 +20,8 @@ though its rate is uncertain (docs/formats-results.md), and candidates for indep
 docs/results/membership-cifar.csv is of CIFAR-10 with `--lr` 0.01 and 0.08 and, in both cases,
 
     --limit 800 --clients 8 --attacked 3 --rounds 8 --observed 4 --batch-sizes 25 --epochs 2
-    --seeds 1 2 3 4 5 --attacks update_membership cosine FedMIA-II "FedMIA-II, z" FedMIA-I "loss, mean"
+    --attacks update_membership cosine FedMIA-II "FedMIA-II, z" FedMIA-I "loss, mean"
+    --seeds 1 2 3 4 5
 
 membership-adult.csv and membership-defenses.csv are of an MLP on Adult, both with
 
