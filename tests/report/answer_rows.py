@@ -63,7 +63,7 @@ def trial(
         "baseline": {"name": "mean_image", "psnr": 12.0, "label_accuracy": 0.2},
         "control": {"other_update": {"psnr": 9.0, "label_accuracy": 0.2}},
         "utility": {"test_accuracy": accuracy, "test_examples": 1000, "test_chance": 0.1},
-        "privacy": privacy,
+        "privacy": dict(privacy),
     }
 
 

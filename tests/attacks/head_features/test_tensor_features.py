@@ -221,7 +221,7 @@ def test_the_fit_is_no_worse_than_the_truth(seed):
     assert float(left) < 0.0105
 
 
-DIMENSION, WIDTH = 512, 16384
+DIMENSION, CLASSES, WIDTH = 512, 10, 16384
 REPORTED = 0.171
 """Span error of one image without a defense, under ReLU with at most `WIDTH` planted neurons."""
 
@@ -239,6 +239,15 @@ def plain_error(g, w, back=None):
     basis = power_method([second_moment(g, w).double()], 1, 50, rng.generator(0, "power"))[:, 0]
     found = basis if back is None else back @ basis
     return math.sqrt(1 - float(found[0] / found.norm()) ** 2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_its_bound_does_not_cover_its_experiment(count: int) -> None:
+    """Theorem B.1 without constants and logarithms, of unit features that are orthogonal."""
+    curvature = _derivative_moments("relu")[2]
+    assert CLASSES**2 * count**2 * DIMENSION / curvature**2 / 19 > WIDTH  # m >= Ω(K² B² d / ν²)
+    assert CLASSES / curvature * count * math.sqrt(DIMENSION / WIDTH) > 4  # of an error <= 1
+    assert (CLASSES**2 * count**4 <= DIMENSION) == (count == 1)  # K² B⁴ <= O(d)
 
 
 def test_the_plain_estimator_stays_far_above_its_table(planted):
