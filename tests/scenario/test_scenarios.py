@@ -148,3 +148,10 @@ def test_it_refuses(place: tuple[Any, ...], value: object, schema: dict[str, Any
         inner = inner[key]
     inner[place[-1]] = value
     assert not valid(changed, schema)
+
+
+def test_it_describes_parameters_for_editors(schema: dict[str, Any]) -> None:
+    forms = {form.get("title"): form for form in schema["properties"]["model"]["anyOf"]}
+    assert forms["convnet"]["description"]
+    assert forms["convnet"]["properties"]["width"]["description"]
+    assert schema["$defs"]["LocalSection"]["properties"]["batches"]["default"] == "different"

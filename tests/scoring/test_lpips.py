@@ -49,6 +49,13 @@ def test_backbone_is_the_one_in_the_file(metric):
         assert torch.equal(value, theirs[f"features.{name.partition('.')[2]}"]), name
 
 
+def test_value_is_that_of_the_reference_on_minus_one_to_one(metric):
+    a, b = pair(3, 40)
+    with torch.no_grad():
+        expected = metric.model(a, b, normalize=True).flatten()  # the package's own rescaling
+    assert torch.allclose(metric(a, b).float(), expected, atol=1e-6)
+
+
 def test_more_images_than_one_chunk(metric):
     a, b = pair(3, 32)
     many = metric(a.repeat(7, 1, 1, 1), b.repeat(7, 1, 1, 1))

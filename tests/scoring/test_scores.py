@@ -52,6 +52,13 @@ def test_assignment_is_the_least_total_cost_not_the_greedy_one():
     assert scores.per_image["rmse"] == pytest.approx([0.5, 0.05], abs=1e-6)
 
 
+def test_ssim_of_a_shifted_constant_is_the_luminance_term():
+    truth = GroundTruth(images=torch.full((1, 1, 9, 9), 0.4), labels=torch.tensor([0]))
+    scores = score(reconstruct(torch.full((1, 1, 9, 9), 0.6)), truth)
+    c1 = 0.01**2
+    assert scores["ssim"] == pytest.approx((2 * 0.4 * 0.6 + c1) / (0.4**2 + 0.6**2 + c1), abs=1e-5)
+
+
 @pytest.mark.parametrize("side", [2, 3, 4, 6])
 def test_ssim_window_fits_small_images(side):
     images = torch.rand(2, 1, side, side, generator=torch.Generator().manual_seed(0))
