@@ -145,6 +145,8 @@ def _roll_call(
             # Only an answer takes a node off the list: one that went away is asked again once it is
             # back.
             answered.add(asked[position])
+            if action == CENSUS:
+                _check_version(reply.content)  # another version may name its client otherwise
             client = wire.read_client(reply.content)
             if client in named:
                 raise FedsimError(
@@ -264,7 +266,7 @@ def take_census(grid: Grid, clients: int, patience: float, on_wait: OnWait | Non
     )
 
 
-def _read_census(content: RecordDict) -> tuple[int, Mapping[str, list[str]]]:
+def _check_version(content: RecordDict) -> None:
     # Version 1 did not say which it was.
     version = str(wire.config_of(content).get("version", "1"))
     if version != wire.VERSION:
@@ -272,6 +274,9 @@ def _read_census(content: RecordDict) -> tuple[int, Mapping[str, list[str]]]:
             f"a node's messages are of version {printable(version)[:40]}, and this server's of "
             f"version {wire.VERSION}: install the same fedsim on both sides"
         )
+
+
+def _read_census(content: RecordDict) -> tuple[int, Mapping[str, list[str]]]:
     try:
         told = _CensusAnswer.model_validate(dict(wire.config_of(content)))
     except ValidationError as error:

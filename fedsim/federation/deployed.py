@@ -12,6 +12,7 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from pydantic import TypeAdapter
 
@@ -20,7 +21,7 @@ from fedsim.scenario import Scenario
 from fedsim.system import paths
 from fedsim.training.server import Census, Server
 from fedsim.training.source import load_dataset
-from fedsim.types import FedsimError
+from fedsim.types import FedsimError, Unit
 
 NO_LINK = (
     "federation.engine: deployment needs a SuperLink: name it with --superlink, or start a whole "
@@ -48,6 +49,9 @@ class Deployed:
             raise FedsimError(NO_LINK)
         try:
             census = _CENSUS.validate_json(paths.text(path, paths.TEXT))
+            # A unit that is left out would pass for one of which no statistic is private.
+            if missing := set(get_args(Unit)) - set(census.private_statistics):
+                raise ValueError(f"nothing is said of {missing}")
         except ValueError as error:  # of JSON, and of its values
             raise FedsimError(
                 f"{path}: damaged; run the scenario anew, with another --out"

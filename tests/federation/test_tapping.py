@@ -88,6 +88,13 @@ def test_what_was_sent_and_answered_is_recorded(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("broadcast-*"))) == 1
 
 
+def test_only_training_is_recorded(tmp_path: Path) -> None:
+    plain = LocalGrid(client(), 2, 60)
+    list(fedsim.tap(plain, out=tmp_path).send_and_receive(messages(plain, order(), "evaluate")))
+    with pytest.raises(FedsimError, match="no recorded run in it"):
+        run_folder(tmp_path)
+
+
 def test_orders_that_are_pushed_and_pulled_are_recorded_too(tmp_path: Path) -> None:
     plain = LocalGrid(client(), 2, 60)
     grid = fedsim.tap(plain, out=tmp_path)

@@ -126,6 +126,15 @@ def test_other_draws_do_not_move_the_noise() -> None:
     assert torch.equal(rng.normal((50,), plain), rng.normal((50,), used))
 
 
+def test_the_withheld_row_follows_from_the_whole_truth() -> None:
+    """And so from nothing that an attack is handed."""
+    rows = torch.rand(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    other = rows.clone()
+    other[3, 1] += 1e-9
+    first, again, second = (rng.of_bytes(t.numpy().tobytes()) for t in (rows, rows.clone(), other))
+    assert first == again != second
+
+
 def test_streams_are_fixed_across_processes_and_versions() -> None:
     assert rng.derive(7, "batch", 1, 0) == 6937260939950972246
     assert rng.derive(7, "batch", 1, 0) != rng.derive(7, "batch", 10)

@@ -89,7 +89,8 @@ def federation(
             *("--certificate", str(guard / "server.crt"), "--key", str(guard / "server.key")),
             *("--roots", str(guard / "ca.crt")),
         ]
-        keeper = watched.add(partial(Child, command, logs / "gate.log"))
+        # A gate whose address is taken for a moment ends as if its input were wrong for ever.
+        keeper = watched.add(partial(Child, command, logs / "gate.log"), gives_up=False)
         keeper().await_words(f"gate at {gate}", "the gate")
         policy = folder / "policy.yaml"
         # JSON is YAML, too.
@@ -123,7 +124,7 @@ def federation(
 
 class _Watched:
     def __init__(self) -> None:
-        self._starts: list[Callable[[], Child]] = []
+        self._starts: list[tuple[Callable[[], Child], bool]] = []
         self._children: list[Child] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="network", daemon=True)
@@ -139,19 +140,19 @@ class _Watched:
         for thread in stopping:
             thread.join()
 
-    def add(self, start: Callable[[], Child]) -> Callable[[], Child]:
-        """Calls `start` now and whenever the program that it started has ended."""
+    def add(self, start: Callable[[], Child], *, gives_up: bool = True) -> Callable[[], Child]:
+        """Calls `start` now and whenever its program has ended; refused input may be for good."""
         number = len(self._children)
         self._children.append(start())
-        self._starts.append(start)
+        self._starts.append((start, gives_up))
         return lambda: self._children[number]
 
     def _watch(self) -> None:
         while not self._stop.wait(_WATCH_SECONDS):
-            for number, start in enumerate(list(self._starts)):
+            for number, (start, gives_up) in enumerate(list(self._starts)):
                 child = self._children[number]
                 child.bound_log()
-                if child.status not in (None, _REFUSED):
+                if child.status not in (None, _REFUSED if gives_up else None):
                     child.stop()  # and whatever it left behind
                     if self._stop.wait(_NODE_REST):
                         return

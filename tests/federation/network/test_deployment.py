@@ -69,6 +69,28 @@ def test_a_census_that_is_none_ends_the_run(
         deployment.Deployment().clients_of(scenario(), tmp_path, LINK, None)
 
 
+def test_another_version_is_told_before_what_it_may_say_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lie(monkeypatch, tmp_path, version="999", **{wire.CLIENT: "one"})
+    with pytest.raises(FedsimError, match=r"of version 999.*install the same fedsim"):
+        deployment.Deployment().clients_of(scenario(), tmp_path, LINK, None)
+
+
+@pytest.mark.parametrize("unit", ["client", "example"])
+def test_a_kept_census_that_is_silent_about_a_unit_is_damaged(unit: str, tmp_path: Path) -> None:
+    """It would pass for data without private statistics, and an ε would be stated."""
+    said: dict[str, Any] = {"client": ("sizes",), "example": ()}
+    Deployed(Census(held=[5, 6], private_statistics=said), None).save(tmp_path)
+    assert Deployed.read(tmp_path).census.private_statistics == said
+    path = tmp_path / "census.json"
+    kept = json.loads(path.read_text())
+    del kept["private_statistics"][unit]
+    path.write_text(json.dumps(kept))
+    with pytest.raises(FedsimError, match=r"census\.json: damaged"):
+        Deployed.read(tmp_path)
+
+
 def test_no_two_stacks_have_the_noise_of_a_server_in_common() -> None:
     defenses = {"one": SMALL["defenses"]["noise"], "other": SMALL["defenses"]["noise"]}
     (variant,) = expand({**SMALL, "defenses": defenses})

@@ -21,12 +21,13 @@ import yaml
 from network_support import until
 from nodes_support import LINK, nodes
 
-from fedsim.federation.network import flower, link, node
+from fedsim.federation.network import flower, link, node, up
 from fedsim.federation.network.node import NodeMembership, serve
 from fedsim.federation.network.superlink import Child
 from fedsim.types import FedsimError, RunFailed
 
 MARK = "FEDSIM_FAULTS"
+LASTS = "import time; time.sleep(600)"
 
 
 @pytest.mark.by_hand
@@ -116,3 +117,30 @@ def test_a_node_that_is_not_let_in_says_why_once_and_gives_up(
         serve(app, member, said.append, threading.Event())
     (line,) = said
     assert line.startswith("not joined: the SuperLink refuses its key")
+
+
+def test_what_ends_is_started_anew_and_what_is_refused_but_the_gate_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gate's address may be taken for a moment after its end; a node's input stays wrong."""
+    monkeypatch.setattr(up, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(up, "_NODE_REST", 0.01)
+    watched, started = up._Watched(), dict[str, int]()
+
+    def start(name: str, *ends: int) -> Child:
+        """A program that ends thus, try by try, and then runs."""
+        started[name] = tries = started.get(name, 0) + 1
+        code = f"raise SystemExit({ends[tries - 1]})" if tries <= len(ends) else LASTS
+        return Child([sys.executable, "-c", code], tmp_path / f"{name}.log")
+
+    try:
+        node = watched.add(lambda: start("node", 2))
+        until(lambda: node().status == 2, "a refused node")
+        killed = watched.add(lambda: start("killed", 1))
+        gate = watched.add(lambda: start("gate", -9, 2), gives_up=False)
+        until(lambda: started == {"node": 1, "killed": 2, "gate": 3}, "what runs again")
+        until(lambda: killed().status is None and gate().status is None, "both")
+    finally:
+        watched.stop()
+    assert None not in (killed().status, gate().status), "nothing is left"
+    assert started["node"] == 1, "it would be refused again"

@@ -275,6 +275,18 @@ def test_the_log_of_a_program_begins_anew_while_it_writes(
         assert "\0" not in text
 
 
+def test_a_full_log_of_the_gate_begins_anew_beside_the_older_part(
+    authority: Authority, inside: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "gate.log"
+    log.write_bytes(bytes(8 * MEGABYTE))
+    with gate(authority, inside, log) as (address, _), calling(authority, address) as client:
+        assert client.get("/").status_code == 404
+        until(lambda: log.exists() and " 404 " in log.read_text(), "a line")
+    assert log.stat().st_size < 1000
+    assert log.with_name("gate.log.1").stat().st_size == 8 * MEGABYTE
+
+
 def test_a_full_disk_does_not_close_the_gate(authority: Authority, inside: str) -> None:
     class Full(io.StringIO):
         def write(self, text: str) -> int:
