@@ -50,7 +50,7 @@ class _CensusAnswer(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """Settings of how an engine's messages travel."""
+    """Says how an engine's messages travel."""
 
     own_machines: bool = False
     """Whether each client has a machine of its own. If so, an order expires when its answer would
@@ -231,8 +231,8 @@ class Nodes:
 def answer_census(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -> RecordDict:
     """Returns the content of the answer of `client` to a census.
 
-    `held` is its number of examples, and `statistics` says by privacy unit, in words, why nothing
-    can be claimed of its data.
+    `held` is the client's number of examples. `statistics` maps a privacy unit to the reasons, in
+    words, why nothing can be claimed of its data; a unit may have none.
     """
     said = json.dumps({unit: list(reasons) for unit, reasons in statistics.items()})
     told = ConfigRecord(
@@ -244,8 +244,8 @@ def answer_census(client: int, held: int, statistics: Mapping[Unit, tuple[str, .
 def take_census(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
     """Asks the nodes of all clients how many examples they hold; returns what they answer.
 
-    Reasons of all clients are joined, each once. A `FedsimError` says if a node refuses, or two
-    nodes say that they are one client.
+    Reasons of all clients are joined, each once. A `FedsimError` says that nodes are missing, one
+    refuses or has another version, or two are one client.
 
     Args:
         grid: The grid to which nodes connect.

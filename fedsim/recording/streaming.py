@@ -104,10 +104,11 @@ def size_of(arrays: Arrays) -> int:
 
 
 def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
-    """Writes `arrays` as safetensors, whole or not at all, and returns the file's digest.
+    """Writes `arrays` as safetensors, whole or not at all, and returns `digest_of` them.
 
     It does not wait for the disk: after a crash of the machine only the digest tells a torn file.
-    `digest`, if given, has to be that of `digest_of`, which is then not computed again.
+    A `digest` has to be that of `digest_of`; None computes it. Errors are those of `pieces`, and an
+    OSError where nothing can be written.
     """
     if digest is not None:
         write_pieces(path, pieces(arrays), private=True, durable=False)

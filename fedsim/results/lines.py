@@ -196,7 +196,7 @@ class PrivacyOf(ClaimOf):
 
 
 class CostOf(RowPart):
-    """States the cost of the attack, over all its restarts, as `attack.Solution` does."""
+    """States the attack's cost over all restarts, and bytes that one client sent in its round."""
 
     seconds: float | None = None
     iterations: int | None = None
@@ -388,7 +388,10 @@ _BESIDE = {"variant", "control", "theory", "utility", "privacy", "cost", "folder
 
 
 class RoundRow(RowPart):
-    """Holds a line of `rounds.jsonl`: one round of one stack's training, and the ε up to it."""
+    """Holds a line of `rounds.jsonl`: one round of one stack's training, and the ε up to it.
+
+    docs/formats.md explains each field. None stands where it does not apply, or no value is known.
+    """
 
     defense: str
     round: int
@@ -410,7 +413,7 @@ class RoundRow(RowPart):
 
 
 class AuditRow(RowPart):
-    """Holds a line of `audit.jsonl`: what canaries showed of one stack's claim."""
+    """Holds a line of `audit.jsonl`: a lower bound of ε by canaries, and if the claim `holds`."""
 
     defense: str
     method: str

@@ -34,7 +34,7 @@ _KINDS = (
 
 
 def from_home(path: str) -> Path:
-    """Returns `path`, with the home directory for a leading `~` or `~user`, or a FedsimError."""
+    """Returns `path` with a leading `~` or `~user` expanded; a FedsimError if no home is known."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -45,7 +45,7 @@ def from_home(path: str) -> Path:
 
 
 def regular(path: Path, max_bytes: int) -> Path:
-    """Returns `path`, which a library may open by name; it raises as `open_regular` does."""
+    """Returns `path`, a regular file of at most `max_bytes`; it raises as `open_regular` does."""
     with open_regular(path, max_bytes):
         return path
 
@@ -63,7 +63,7 @@ def refuse_links(path: Path, root: Path) -> Path:
 
 
 def read_named(path: Path, option: str, max_bytes: int) -> bytes:
-    """Returns the content of a file that a user has named with `option`, or a FedsimError."""
+    """Returns all bytes of a file named with `option`; a FedsimError where `content` raises."""
     try:
         return content(path, max_bytes)
     except OSError as error:
@@ -89,7 +89,10 @@ def open_regular(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
 
 
 def content(path: Path, max_bytes: int) -> bytes:
-    """Returns all bytes of a regular file of at most `max_bytes`; it raises as `open_regular`."""
+    """Returns all bytes of a regular file of at most `max_bytes`.
+
+    A FedsimError refuses any other file, an OSError one that is missing or may not be read.
+    """
     with open_regular(path, max_bytes) as file:
         # A read takes all the memory that it is allowed to fill, however small the file is.
         data = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
@@ -101,7 +104,7 @@ def content(path: Path, max_bytes: int) -> bytes:
 
 
 def text(path: Path, max_bytes: int, encoding: str = "utf-8") -> str:
-    """Returns `content` as text; a UnicodeDecodeError if it is not in that `encoding`."""
+    """Returns the bytes of `content` as text; a UnicodeDecodeError if not in that `encoding`."""
     return content(path, max_bytes).decode(encoding)
 
 

@@ -86,7 +86,10 @@ class Steps:
     _known: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, batches: list[tuple[Tensor, Tensor]]) -> bool:
-        """Adds a step on `batches` of (images, labels); returns whether one repeats an example."""
+        """Adds a step on `batches` of images (B, C, H, W), on the CPU, and labels (B,).
+
+        Returns whether one batch has an example twice.
+        """
         self.sizes.append(sum(len(images) for images, _ in batches))
         is_repeated = False
         for images, labels in batches:
@@ -421,7 +424,7 @@ def _are_images(value: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOrder:
-    """Identifies an order to train, by Flower's ids of the run, the node and the message."""
+    """Identifies an order to train, by the framework's ids of run, node, and message or task."""
 
     run_id: int
     round: int
@@ -429,7 +432,7 @@ class TrainingOrder:
     node_id: int
     message_id: str
     partition: int | None = None
-    """The client's number among the partitions of the data, if it has one."""
+    """The client's number among the partitions of the data; None if not known."""
 
 
 _WATCHED = (

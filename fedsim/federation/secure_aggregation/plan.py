@@ -150,7 +150,7 @@ def _round_vector(
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Layout of the vectors of one round."""
+    """Says how the vectors of one round are laid out."""
 
     sums: tuple[SumTerms, ...]
     """Terms of each part, in the order of `plan.parts`."""
@@ -165,7 +165,7 @@ class Layout:
 
     @cached_property
     def length(self) -> int:
-        """Number of entries of one part of a vector."""
+        """Number of entries of one part of a vector, that of training or of a probe's release."""
         # The last number is how many examples the client counts.
         return sum(t.numel() for t in (*self.update.values(), *self.buffers.values())) + 1
 
@@ -301,7 +301,7 @@ def terms(server: Server, round: int, run: str = "") -> Terms:
 
 
 def check(server: Server) -> None:
-    """Refuses, by a FedsimError, secure sums that cannot work; a stack without any passes."""
+    """Refuses, by a FedsimError, secure sums that cannot work; a stack without them passes."""
     if server.protocol is None:
         return
     with blaming(f"defenses.{server.stack_name}"):
