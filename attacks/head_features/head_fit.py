@@ -49,7 +49,7 @@ _SPREAD = 0.5  # distance of starting features from their common direction, over
 
 
 def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Iterator[Tensor]:
-    """Yields `count` starts (N, d): a common direction plus a random one in the likely span."""
+    """Yields `count` starts (N, d): a common direction plus one of the likely span, by `rng`."""
     # Stein's lemma: the mean of ∂L/∂A_kj w_j is in proportion to Σ_i D_ki x_i.
     weights, outer = head.hidden[head.planted], head.grad_output[:, head.planted]
     # Σ_j ∂L/∂A_kj has the sign of Σ_i D_ki: multiplied by it, all classes' sums have one sign.
@@ -396,7 +396,7 @@ class OutputSolver(FeatureSolver):
     def __init__(
         self, attempt: OutputFit, budget: int, second_starts: Sequence[Tensor] = ()
     ) -> None:
-        """Prepares `budget` iterations of a first attempt, and of one from `second_starts`."""
+        """Prepares `attempt`, and another from `second_starts`, of `budget` iterations together."""
         super().__init__(loss=attempt.loss)
         self.attempt, self.budget, self.second_starts = attempt, budget, list(second_starts)
         self.first: tuple[Tensor, Tensor] | None = None
@@ -451,12 +451,15 @@ class OutputSolver(FeatureSolver):
         return Objective(self.attempt.head)(self.best[1]).errors
 
     def scale_features(self) -> Tensor:
-        """Returns the best features (N, d) in the lengths that explain their own error signals."""
+        """Returns the best features (N, d), brought to their true lengths by `find_norms`."""
         features = self.best[1]
         return features * find_norms(self.attempt.head, features, self.errors)[0][:, None]
 
     def reconstruction(self) -> Reconstruction:
-        """Returns features (N, d) in estimated lengths; the loss is the share of ∂L/∂A left."""
+        """Returns the best features (N, d), with the lengths of `scale_features`, and no labels.
+
+        The loss is the share of ∂L/∂A's energy that they leave unexplained.
+        """
         return Reconstruction(
             features=self.attempt.head.lift(self.scale_features()).float(),
             loss=float(self.best[0]),

@@ -77,10 +77,10 @@ class Attack(Plugin, Generic[S]):
 
     @property
     def joins_rounds(self) -> bool:
-        """Whether it looks at recordings of all rounds together; by default if asked of candidates.
+        """Whether it reads recordings of all rounds together; by default `asked_of_candidates`.
 
-        It is then asked once of each watcher and client, at the last recording, and handed those up
-        to it (`Knowledge.seen`).
+        It is then asked once of each watcher and client, or of all clients if `asked_of_sources`.
+        That is at the last recording of an update; `Knowledge.seen` has all up to it.
         """
         return self.asked_of_candidates
 
@@ -290,7 +290,7 @@ _AT_BOUND = 1 - 1e-6
 
 
 def remove_truncated(observation: Observation) -> Observation:
-    """Returns the observation with zeros for entries that are seen to be truncated, as removed."""
+    """Returns the observation, truncated entries 0 and declared removed; behind noise, as it is."""
     effect = observation.effect
     if effect.truncated is None or effect.noisy:
         return observation

@@ -121,7 +121,7 @@ class StatisticDefense(Plugin):
         return False
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses a `client`'s `value` by a FedsimError, as `DataDefense.check`; default: none."""
+        """Refuses a client's `value` by a FedsimError, as `DataDefense.check`; by default none."""
 
     @abstractmethod
     def public_parameters(self, release: Release) -> Mapping[str, float]:
@@ -348,7 +348,11 @@ class NoisyAggregation(AggregationDefense):
 
     @abstractmethod
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
-        """Returns `combined`, unchanged itself, with noise drawn as in `UpdateDefense.apply`."""
+        """Returns the mean that the server shows: the answer `combined` of `combine`, with noise.
+
+        A sum is divided by `round.clients`. `combined` is not changed. The streams of `round` are
+        the only randomness, and are drawn from as in `UpdateDefense.apply`.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,7 +462,10 @@ def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
 
 
 def without_low_bits(noisy: Tensor, scale: float) -> Tensor:
-    """Rounds float64 `noisy` to a multiple of at most `scale` (its noise's deviation) / 2^18."""
+    """Returns float64 `noisy`, rounded to multiples of a power of two of at most `scale` / 2^18.
+
+    `scale` > 0 is the standard deviation of its noise. NaN and infinity stay.
+    """
     # A power of two, so that dividing and multiplying by it are exact.
     return _rounded_to(2.0 ** (math.floor(math.log2(scale)) - _STEP_BITS), noisy)
 

@@ -70,7 +70,7 @@ class Stack:
 
     @property
     def directed(self) -> bool:
-        """Whether a learner has asked for a direction; training defenses act on nothing else."""
+        """Whether `gradient` has been called; always False without training defenses."""
         return bool(self._directed)
 
     @property

@@ -105,7 +105,10 @@ def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
 
 @contextmanager
 def numerics_errors() -> Iterator[None]:
-    """Silences NumPy's warnings within the block, and makes errors of numerics FedsimErrors."""
+    """Ignores every RuntimeWarning within the block, and makes errors of numerics FedsimErrors.
+
+    These are ArithmeticError, ValueError, RuntimeError and MemoryError.
+    """
     with warnings.catch_warnings():
         # Branches that np.where discards may overflow; what matters is refused by `require_finite`.
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -80,8 +80,9 @@ def grid(correlation: float, least: float, tolerance: float, rounding: Rounding)
 
     Args:
         correlation: λ in [0, 1).
-        least: a level that decays below stays there (rounded up) or becomes 0 (down).
-        tolerance: neighbouring levels are at most a factor 1 + `tolerance` apart.
+        least: about the least level but 0, in (0, 1]; what decays below it stays there (rounded up)
+            or becomes 0 (down).
+        tolerance: above 0; neighbouring levels but 0 are at most a factor 1 + `tolerance` apart.
         rounding: side to which a participation that falls between two levels goes.
     """
     # Without memory y is the participation itself.
@@ -109,9 +110,9 @@ def grid(correlation: float, least: float, tolerance: float, rounding: Rounding)
 
 
 def grid_size(correlation: float, least: float = _LEAST, tolerance: float = _TOLERANCE) -> float:
-    """Estimates how many levels `grid` builds of the same arguments, 2 for λ = 0.
+    """Estimates how many levels `grid` builds of the same arguments; exactly 2 for `correlation` 0.
 
-    If a step decays by less than `tolerance`, a level is a step of decay.
+    Where 1 / λ is below 1 + `tolerance`, levels are a factor 1 / λ apart.
     """
     if correlation == 0:
         return 2.0
@@ -215,7 +216,7 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
 
 
 def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
-    """Computes the largest ||C z|| over `schedules` z of equal length, which are public.
+    """Computes the largest ||C z|| over one or more public `schedules` z of equal length.
 
     >>> reach([(True, False), (False, True)], 0.5) == 1.25**0.5
     True
@@ -288,8 +289,7 @@ def log_delta_replaced(
 ) -> float:
     """Computes log of a bound on δ(ε) for an example exchanged for any other, in hidden batches.
 
-    Batches are of one size, drawn without replacement. The arguments are those of
-    `log_delta_revealed`. For one step the bound is attained.
+    Batches are of one size, drawn without replacement. For one step the bound is attained.
 
     Args:
         noise_multiplier: σ of z_t over the clipping norm.
