@@ -132,6 +132,13 @@ def test_the_algorithm_follows_from_the_local_training(
     assert declared_training(scenario.training).algorithm == algorithm
 
 
+def test_declared_training_is_what_the_scenario_says() -> None:
+    training = declared_training(resolve(FULL).training)
+    assert (training.steps, training.batch_size, training.lr) == (2, 4, 1.0)
+    assert (training.momentum, training.mode, training.batches) == (0.5, "train", "same")
+    assert training.dropout == 0.0, "defenses are not part of it"
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
