@@ -92,6 +92,22 @@ def test_a_child_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
         train(demanding("simulation"), tmp_path, "topk")
 
 
+def test_a_child_that_lingers_after_an_error_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = """import sys, time; sys.stdin.readline(); print('{"error": "no"}', flush=True)"""
+    started, children = subprocess.Popen, list[Any]()
+
+    def instead(command: list[str], **options: Any) -> Any:
+        children.append(started([command[0], "-c", f"{said}; time.sleep(600)"], **options))
+        return children[0]
+
+    monkeypatch.setattr(subprocess, "Popen", instead)
+    with pytest.raises(FedsimError, match="no"):
+        train(demanding("simulation"), tmp_path, "topk")
+    assert children[0].poll() is not None
+
+
 ORPHAN = """
 import os, pathlib, queue, subprocess, sys
 from fedsim.federation.simulation import _listen
