@@ -69,7 +69,10 @@ class LeastSquaresMechanism(DataDefense):
                 require("least_squares.residual", self.residual, rows, f"client {client}")
 
     def sigma(self, release: Release) -> float:
-        """Returns σ in units of rows, 0 if none is needed; FedsimError unless `ls` or `als`."""
+        """Returns σ of the appended rows σ I, in units of rows; 0 if none is needed.
+
+        A FedsimError refuses releases by a method but `ls` and `als`, and what no σ makes private.
+        """
         kind, r, d = release.kind, release.columns, release.features
         if kind not in ("normal_coefficients", "sketched_coefficients"):
             raise FedsimError(
@@ -91,7 +94,7 @@ class LeastSquaresMechanism(DataDefense):
         return release.row_norm * _paper_sigma(self.epsilon, self.delta, r, d)
 
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns the release's mechanism, at the largest leverage that a row has beside σ."""
+        """Returns the mechanism at a row's largest leverage beside σ; it raises as `sigma` does."""
         # The claim follows from the σ in use, so that `paper` noise is stated for what it gives.
         sigma = self.sigma(release)
         leverage = bound(sigma, release.row_norm, self.leverage)

@@ -64,7 +64,7 @@ class RandomProjection(DataDefense):
         return self.leverage < 1
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuses, by a FedsimError, `clients` with a row of more leverage than is declared.
+        """Refuses, by a FedsimError, rows (n, d + 1) of more leverage than is declared.
 
         If clients share the noise, a row's leverage is that among the rows of all of them.
         """
@@ -75,7 +75,7 @@ class RandomProjection(DataDefense):
             require("random_projection.leverage", self.leverage, rows, of)
 
     def sigma(self, release: Release) -> float:
-        """Returns a client's σ in units of rows, 0 if none is needed; FedsimError of no sketch."""
+        """Returns σ of a client's noise, in units of rows, or 0; a FedsimError without a sketch."""
         return self._whole(release) / math.sqrt(self.shared_among)
 
     def guarantee(self, release: Release) -> Guarantee:

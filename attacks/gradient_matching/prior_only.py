@@ -62,7 +62,7 @@ class PriorOnly(IterativeAttack[_Drawn]):
         return _Drawn(spec=observation.model, drawing=drawing, best=best)
 
     def step(self, state: _Drawn) -> _Drawn:
-        """Takes a step of Adam."""
+        """Takes a step of Adam down the weighted total variation, and returns `state`, changed."""
         drawn = state.drawing.draw()
         images = drawn.detach()
         variation, slope = VARIATIONS[self.variation](images)

@@ -208,7 +208,7 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
         )
 
     def step(self, state: _FeatureInversionState) -> _FeatureInversionState:
-        """Takes a step of Adam; pixels stay valid."""
+        """Takes a step of Adam down the loss, on valid pixels, and returns `state`, changed."""
         if state.unet is not None and state.iteration == self._pixel_iterations:
             # The U-Net goes on from the pixels' images, whose losses it cannot be compared with.
             state.unet.copy(state.best)

@@ -62,9 +62,9 @@ class Grid:
     """(M,) indices of the next levels of an example that is in the batch."""
 
     def moves(self, absent: float | Array, present: float | Array) -> Any:
-        """Builds the sparse (M, M) matrix whose product with weights (M,) is those a step later.
+        """Builds the (M, M) SciPy CSR array that takes weights (M,) of levels one step on.
 
-        `absent` and `present` are the weights, numbers or (M,), of the two moves from each level.
+        `absent` and `present`, numbers or (M,), weigh the moves to the levels in these fields.
         """
         from scipy.sparse import coo_array
 
@@ -196,9 +196,9 @@ def _decay_to_come(levels: Array, correlation: float) -> Array:
 def sensitivity(steps: int, correlation: float, participations: int | None = None) -> float:
     """Computes the L2 sensitivity of all steps together to one example of clipping norm 1.
 
-    That is the largest ||C z|| over z (T,), 1 in steps that hold the example and else 0, of so many
-    `participations` (None: all steps). An example that is left out moves the steps by so much; one
-    that is replaced, by twice that.
+    That is the largest ||C z||, C_ij = λ^(i-j) for i >= j, over z (T,), T being `steps` and λ, in
+    [0, 1), the `correlation`. z is 1 in `participations` steps (None, or above T: in all) and else
+    0. An example that is left out moves the steps by so much; one that is replaced, by twice that.
 
     >>> sensitivity(4, 0.0), sensitivity(4, 0.0, 1), round(sensitivity(2, 0.5), 6)
     (2.0, 1.0, 1.802776)

@@ -147,9 +147,10 @@ def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
 
 
 def epsilon(leverage: ArrayLike, r: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes the least ε >= 0 such that the projection is (ε, δ)-private; inf for leverage 1.
+    """Computes the least ε >= 0 at which the projection onto `r` columns is (ε, δ)-private.
 
-    The arguments broadcast: leverage in [0, 1], r >= 1 and δ in (0, 1); others: a FedsimError.
+    It is inf for leverage 1. The arguments broadcast: leverage in [0, 1], r >= 1 and δ in (0, 1);
+    others are a FedsimError.
     """
     p = require_range("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
     columns = require_range("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
@@ -348,7 +349,7 @@ class ProjectionRelease(ExactMechanism):
     accountant: str = "exact random projection"
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Computes ε at δ of `releases` projections of the same data."""
+        """Computes ε at δ in (0, 1) of `releases` projections of the data; inf for leverage 1."""
         return float(epsilon(self.leverage, self.columns * releases, delta))
 
     def with_share(self, share: float) -> ProjectionRelease:
