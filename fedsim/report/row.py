@@ -40,11 +40,11 @@ OTHERS: Mapping[ControlKind | None, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Likeness:
-    """Gains in one metric of likeness: over the guess, and over those and another update's."""
+    """Gains in a metric of likeness over the guess, and, as `own`, over another update as well."""
 
     over_guess: Summary
     own: Summary
-    """The lesser of both, trial by trial; `over_guess` without any control."""
+    """The lesser of both gains, trial by trial; `over_guess` without any control."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class LeaderboardRow:
     n_ok: int
     images: int | None
     independent: int
-    """Number of trials that share no image; every summary and interval is over these."""
+    """Number of trials that share no image (of networks, from three on), which summaries are of."""
     failures: dict[str, int]
     metrics: dict[str, Summary | None]
     worst: dict[str, float | None]
@@ -132,6 +132,7 @@ class LeaderboardRow:
     tensor_bound: float | None
     tensor_bound_reason: str | None
     limits: Mapping[str, float]
+    """Metric -> the most that the privacy claim allows, the mean over trials."""
     membership_p: float | None = None
     limit_prior: str | None
     limit_reason: str | None

@@ -190,7 +190,9 @@ class PrivacyOf(ClaimOf):
     """States the claim of the attacked release, its noise's secret, and what an audit measured."""
 
     noise_key: str | None = None
+    """Source of noise: `scenario` for the scenario's seed, `node` for each node's own secret."""
     audited_epsilon: float | None = None
+    """Lower bound of the training's ε by canaries; None without an audit."""
     run: ClaimOf | None = None
     """Claim for all releases of the run; None if this claim is that one."""
 
@@ -203,6 +205,7 @@ class CostOf(RowPart):
     iterations_per_second: float | None = None
     peak_memory_bytes: int | None = None
     bytes_up: int | None = None
+    """Mean bytes of a client's message in the attacked round, no probe; None if none answered."""
 
 
 class TheoryOf(RowPart):

@@ -206,7 +206,7 @@ class Membership(Target):
         return saved
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the scores (None if there are none), and who took part, from saved `tensors`."""
+        """Returns (scores (N,) or None, who took part (N,) bool by name) from saved `tensors`."""
         if CANDIDATE_MEMBERS not in tensors:
             return super().read_saved(tensors)
         return tensors.get(self.part), {CANDIDATE_MEMBERS: tensors[CANDIDATE_MEMBERS]}

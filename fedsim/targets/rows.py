@@ -173,7 +173,11 @@ class Rows(Target):
         return {**kept, **super().tensors_to_save(found, truth, assignments, aids)}
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns the saved rows (None if there are none), and the tensors of their truth."""
+        """Returns (`rows` (n, d + 1) or None, truth by name) from what `tensors_to_save` returned.
+
+        The truth is as `RowTruth` has it, but zero in `clients` and in rows that took no part.
+        Without `members` nothing is returned: (None, {}).
+        """
         if "members" not in tensors:
             return None, {}
         members, scored = tensors["members"], tensors["scored"]

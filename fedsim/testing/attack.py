@@ -158,6 +158,7 @@ class AttackContract(AnyAttackContract):
     model: ClassVar[str] = "lenet"
     """Name of a registered model that the method works on."""
     model_parameters: ClassVar[Mapping[str, Any]] = {}
+    """Parameters of that model."""
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
         """Returns the update of a batch of `size` images."""
@@ -253,11 +254,12 @@ class SourceAttackContract(CandidateAttackContract):
 
 
 class RowAttackContract(AnyAttackContract):
-    """Tests `Attack` on rows, on releases of about 20 rows of 4 columns, by one client or three."""
+    """Tests `Attack` on rows: one client or three release from 13 or 14 rows of 4 entries each."""
 
     learner: ClassVar[str] = "sketch"
     """Name of a registered closed-form learner whose releases the method reads."""
     learner_parameters: ClassVar[Mapping[str, Any]] = {"columns": 40}
+    """Parameters of that learner; `columns` are those of the random matrix, not of the rows."""
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
         """Returns the summed releases of `size` clients."""
