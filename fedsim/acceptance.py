@@ -155,7 +155,10 @@ def open_scenario(
 
 @contextmanager
 def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator[None]:
-    """Adds file and line to a FedsimError of the block whose text begins with a key of a file."""
+    """Raises a FedsimError of the block as a ScenarioError with its place in a Document's file.
+
+    Its line is known if the text begins with a key path. Other scenarios' errors pass unchanged.
+    """
     try:
         yield
     except FedsimError as error:

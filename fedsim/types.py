@@ -157,8 +157,9 @@ class LocalTraining:
 class Update:
     """Holds what a client releases in a round.
 
-    `tensors` has the names and shapes of the model's parameters, `buffers` the new floating-point
-    buffers (empty for models without), and `num_examples` is the aggregation weight.
+    `tensors`, named and shaped as the global parameters, are the gradient or change of weights of
+    `LocalTraining`, or a closed-form release. `buffers` has the new floating-point buffers (empty
+    for models without), and `num_examples` is the aggregation weight.
     """
 
     tensors: Tensors

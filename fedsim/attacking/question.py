@@ -79,7 +79,7 @@ class Surroundings:
 
 
 def pack_questions(questions: Sequence[Question]) -> bytes:
-    """Pickles questions on one observation object for `answer_packed`, without public images."""
+    """Pickles questions for `answer_packed`, all on one observation object, without public data."""
     # Unpacking fails unless all questions share one observation object, as the packed form says.
     (observation,) = {id(each.observation): each.observation for each in questions}.values()
     rest = []
@@ -96,7 +96,7 @@ def unpack_answers(answers: bytes) -> list[AttackAnswer]:
 
 
 def answer_packed(index: int, questions: bytes) -> bytes:
-    """Packs a worker's answers up to a failure for `unpack_answers`; tells progress as `index`."""
+    """Answers packed questions until one fails, for `unpack_answers`; tells progress as `index`."""
     around = _surroundings()
     observation, rest = pickle.loads(questions)  # noqa: S301 - this process's parent wrote it
     observation = move_tensors(observation, around.device)

@@ -105,7 +105,10 @@ def length(headers: Mapping[bytes, bytes]) -> int:
 
 
 def select_headers(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """Returns those of a client's `headers` that the gate passes on to the SuperLink."""
+    """Returns the (name, value) of vetted `headers` that the gate passes on to the SuperLink.
+
+    These are content-length, content-type, accept and flwr-*, all in lower case.
+    """
     return [
         (name, value)
         for name, value in headers.items()
