@@ -23,6 +23,9 @@ docs/results/membership-cifar.csv is of CIFAR-10 with `--lr` 0.01 and 0.08 and, 
     --attacks update_membership cosine FedMIA-II "FedMIA-II, z" FedMIA-I "loss, mean"
     --seeds 1 2 3 4 5
 
+and over 60 rounds with `--lr 0.01 --clients 10 --candidates 800 --rounds 60 --observed 6
+--seeds 1 2 3`, without "FedMIA-II, z" and "loss, mean".
+
 membership-adult.csv and membership-defenses.csv are of an MLP on Adult, both with
 
     --model mlp --width 128 --table ZIP --batch-sizes 25 --epochs 1 --lr 0.02 --rounds 8
