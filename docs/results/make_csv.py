@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fedsim.report import attacks_nothing, leaderboard_rows, load_runs, render
-from fedsim.report.leaderboard import gains, over_other, value_of
+from fedsim.report.leaderboard import gains, group_apart, over_other, value_of
 from fedsim.results.reading import StoredRun
 
 TRIAL_METRICS = ("psnr", "ssim", "haarpsi", "label_accuracy")
@@ -55,31 +55,39 @@ def leaderboard(folders: list[Path]) -> Iterator[dict[str, str]]:
 
 
 def by_trial(folders: list[Path]) -> Iterator[dict[str, str]]:
-    """Every trial of each run; one without an answer has no gain."""
-    for run in load_runs(folders):
-        require_end([run.ended])
-        # Two processes attack: rows are written as they are done.
-        for row in sorted(run.rows, key=lambda row: (row.batch_size, row.client, row.trial)):
-            (gain,) = gains([row], "psnr") or [""]
-            line: dict[str, object] = {
-                "seed": run.setting("seed"),
-                "defense": row.defense.name,
-                "attack": row.attack.label,
-                "batch_size": row.batch_size,
-                "client": row.client,
-                "trial": row.trial,
-                "ok": row.ok,
-                "gain": gain,
-                "over_other": over_other([row], "psnr")[0],
+    """Every trial of each run; one without an answer has no gain, those of a group share images."""
+    runs = load_runs(folders)
+    require_end(run.ended for run in runs)
+    # Two processes attack: rows are written as they are done.
+    trials = [
+        (run.setting("seed"), row)
+        for run in runs
+        for row in sorted(run.rows, key=lambda row: (row.batch_size, row.client, row.trial))
+    ]
+    groups = group_apart([row for _, row in trials])
+    group_of = {index: number for number, group in enumerate(groups) for index in group}
+    for index, (seed, row) in enumerate(trials):
+        (gain,) = gains([row], "psnr") or [""]
+        line: dict[str, object] = {
+            "seed": seed,
+            "defense": row.defense.name,
+            "attack": row.attack.label,
+            "batch_size": row.batch_size,
+            "client": row.client,
+            "trial": row.trial,
+            "group": group_of[index],
+            "ok": row.ok,
+            "gain": gain,
+            "over_other": over_other([row], "psnr")[0],
+        }
+        for name in TRIAL_METRICS:
+            line |= {
+                name: value_of(row.metrics, name),
+                f"{name}_guess": value_of(row.baseline, name),
             }
-            for name in TRIAL_METRICS:
-                line |= {
-                    name: value_of(row.metrics, name),
-                    f"{name}_guess": value_of(row.baseline, name),
-                }
-            line["test_accuracy"] = row.utility.test_accuracy if row.utility else None
-            line["seconds"] = row.cost.seconds if row.cost else None
-            yield {name: "" if value is None else str(value) for name, value in line.items()}
+        line["test_accuracy"] = row.utility.test_accuracy if row.utility else None
+        line["seconds"] = row.cost.seconds if row.cost else None
+        yield {name: "" if value is None else str(value) for name, value in line.items()}
 
 
 def require_end(ended: Iterable[bool]) -> None:

@@ -108,9 +108,13 @@ def mean_of_pairs(first: Sequence[Row], second: Sequence[Row], column: str) -> R
     trial = ("seed", "batch_size", "client", "trial")
     if [[row[key] for key in trial] for row in first] != [[r[k] for k in trial] for r in second]:
         raise ClaimError("two attacks were not compared on the same batches")
-    pairs = zip(first, second, strict=True)
-    above = [{column: str(float(one[column]) - float(other[column]))} for one, other in pairs]
-    return mean_of_rows(above, column)
+    above: dict[object, list[float]] = {}
+    for turn, (one, other) in enumerate(zip(first, second, strict=True)):
+        # Trials that share an image count as one.
+        above.setdefault(one.get("group", turn), []).append(
+            float(one[column]) - float(other[column])
+        )
+    return mean_of_rows([{column: str(mean(group))} for group in above.values()], column)
 
 
 def mean_of_rows(lines: Sequence[Row], column: str) -> Row:

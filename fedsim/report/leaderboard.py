@@ -19,7 +19,6 @@ from fedsim.report.threat import threat_model_of
 from fedsim.results.lines import ClaimOf, ControlKind, Metrics, ResultRow, RoundRow, UtilityOf
 from fedsim.results.reading import load_runs, measurements
 from fedsim.scoring import METRICS, Accuracy, Summary, accuracy, share, summarize
-from fedsim.scoring.statistics import LEAST
 from fedsim.targets.images import EXPOSED_IMAGE
 from fedsim.words import describe_variant
 
@@ -111,17 +110,7 @@ def count_images(rows: Sequence[ResultRow]) -> int | None:
     return len({victim for victims in recorded for victim in victims})
 
 
-def _units(rows: Sequence[ResultRow]) -> list[list[int]]:
-    """Groups the indices of `rows` by network from three on, and else as `_group_apart`."""
-    # Trials of one network share its weights: their spread says nothing of other networks.
-    networks: dict[Path, list[int]] = {}
-    for index, row in enumerate(rows):
-        networks.setdefault(row.folder, []).append(index)
-    apart = _group_apart(rows)
-    return [*networks.values()] if LEAST <= len(networks) < len(apart) else apart
-
-
-def _group_apart(rows: Sequence[ResultRow]) -> list[list[int]]:
+def group_apart(rows: Sequence[ResultRow]) -> list[list[int]]:
     """Groups the indices of `rows` so that no two groups have an image in common, in order."""
     groups: list[tuple[set[str], list[int]]] = []
     for index, row in enumerate(rows):
@@ -237,13 +226,11 @@ def _find_yields(rows: Sequence[ResultRow]) -> dict[str, tuple[str, ...]]:
 
 def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str]) -> LeaderboardRow:
     """Aggregates the trials of one cell; `yielded` are the metrics that its attack can recover."""
-    first, trials = rows[0], _units(rows)
+    first, trials = rows[0], group_apart(rows)
 
-    def measured(
-        values: Sequence[float | None] | None, groups: Sequence[Sequence[int]] = trials
-    ) -> list[float]:
+    def measured(values: Sequence[float | None] | None) -> list[float]:
         """Returns one value per independent trial: the mean over its rows that have a value."""
-        present = [[v for i in unit if (v := values[i]) is not None] for unit in groups if values]
+        present = [[v for i in unit if (v := values[i]) is not None] for unit in trials if values]
         return [sum(unit) / len(unit) for unit in present if unit]
 
     def summary(values: Sequence[float | None] | None) -> Summary | None:
@@ -259,8 +246,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
     alone, main = sum(row.other_update is None for row in ok), first.main
     # A leak is only what the update added: public images alone may bring a gain.
     due = _due_gains(rows, main.ranking.name) if main.ranking.name in yielded else None
-    # A mean over a network would hide the one picture of many that leaks.
-    counted = measured(due, _group_apart(rows))
+    counted = measured(due)
     leaks = sum(gain >= main.leaks for gain in counted)
     return LeaderboardRow(
         cell=first.cell,

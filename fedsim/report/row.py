@@ -90,7 +90,7 @@ class LeaderboardRow:
     n_ok: int
     images: int | None
     independent: int
-    """Number of trials that share no image (of networks, from three on), which summaries are of."""
+    """Number of trials that share no image, which summaries are of."""
     failures: dict[str, int]
     metrics: dict[str, Summary | None]
     worst: dict[str, float | None]

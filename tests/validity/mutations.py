@@ -421,12 +421,9 @@ another update of the same image
 another release of the same row
     fedsim/results/controls.py:_other_targets [validity/test_victims]
     other[turn] != victim => other[turn]
-pictures of one network count as independent of it
-    fedsim/report/leaderboard.py:_units [validity/test_beside_leakage]
-    LEAST <= len(networks) < len(apart) => False
 n counts runs
     fedsim/report/leaderboard.py:_aggregate [validity/test_victims]
-    _units(rows) => [[i] for i in range(len(rows))]
+    group_apart(rows) => [[i] for i in range(len(rows))]
 runs of other seeds are dropped as copies
     fedsim/results/reading.py:measurements [results/test_identity]
     str(run.setting('seed')) => ''

@@ -23,7 +23,7 @@ from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.contracts.metric import match
 from fedsim.data.bundled import Digits
-from fedsim.report.leaderboard import accuracy_of, aggregate, count_images
+from fedsim.report.leaderboard import accuracy_of, count_images
 from fedsim.report.row import LeaderboardRow
 from fedsim.results import rows
 from fedsim.results.lines import ResultRow, UtilityOf
@@ -65,24 +65,6 @@ def test_trials_that_share_an_image_count_as_their_mean(tmp_path: Path) -> None:
     assert row.independent == 2 and row.metrics["psnr"] is not None
     assert row.metrics["psnr"].mean == pytest.approx(14.5)
     assert count_images([ResultRow.model_validate(each) for each in lines]) == 2
-
-
-def test_from_three_networks_on_an_interval_is_over_networks() -> None:
-    """Three trials of each of three networks, whose trials agree, are three values and not nine."""
-    found = {}
-    for networks in (2, 3):
-        rows = [
-            ResultRow.model_validate(
-                line(15.0 + 3 * network + trial / 10, trial=trial) | {"folder": str(network)}
-            )
-            for network in range(networks)
-            for trial in range(3)
-        ]
-        (found[networks],) = aggregate(rows)
-    assert (found[2].independent, found[3].independent, found[3].networks) == (6, 3, 3)
-    gain = found[3].gain
-    assert gain is not None and gain.std == pytest.approx(3.0)
-    assert found[3].leaking is not None and found[3].leaking.n == 9
 
 
 @pytest.mark.parametrize(("cosine", "false"), [(0.9995, 0), (0.995, 1), (0.95, 1)])
