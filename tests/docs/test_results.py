@@ -6,11 +6,17 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from doc_pages import ROOT, links, read
 
+from fedsim.results.lines import ResultRow
+from fedsim.scoring.statistics import student_interval
+
 sys.path.insert(0, str(ROOT / "docs/site"))
+sys.path.insert(0, str(ROOT / "docs/results"))
+import make_csv
 import results
 
 FOLDER = ROOT / "docs" / "results"
@@ -83,3 +89,41 @@ def test_pairs_are_of_the_same_batches() -> None:
     assert results.mean_of_pairs(first, other, "psnr")["psnr_mean"] == "2.0"
     with pytest.raises(results.ClaimError, match="same batches"):
         results.mean_of_pairs(first, other[::-1], "psnr")
+
+
+def test_pairs_that_share_an_image_count_as_one() -> None:
+    other = [
+        {"seed": "1", "batch_size": "1", "client": "0", "trial": str(t), "group": g, "psnr": "10"}
+        for t, g in enumerate("aabc")
+    ]
+    first = [
+        row | {"psnr": psnr} for row, psnr in zip(other, ("11", "13", "14", "15"), strict=True)
+    ]
+    found = results.mean_of_pairs(first, other, "psnr")
+    ends = student_interval([2.0, 4.0, 5.0])
+    assert (float(found["psnr_low"]), float(found["psnr_high"])) == pytest.approx(ends)
+
+
+def test_trials_that_share_an_image_are_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are of two runs, or of two attacks."""
+    blank = {
+        "scenario": "s", "dataset": "faces", "model": {"name": "lenet", "parameters": {}},
+        "learner": "sgd", "training": {}, "defense": {"name": "none", "stack": []},
+        "vantage": "server", "knowledge": {"labels": "inferred", "bn": "none"}, "round": 1,
+        "client": 0, "seed": 0, "observation": "o", "status": "ok", "metrics": {"psnr": 1.0},
+        "baseline": {"name": "mean_image", "psnr": 1.0}, "privacy": {"epsilon": "inf"},
+    }  # fmt: skip
+    rows = [
+        ResultRow.model_validate(
+            blank
+            | {"attack": {"name": name, "label": name, "restarts": 1, "parameters": {}}}
+            | {"batch_size": len(victims), "trial": trial, "victims": list(victims)}
+        )
+        for name in ("one", "two")
+        for trial, victims in enumerate(("ab", "cd", "bxyz"))
+    ]
+    runs = [SimpleNamespace(ended=True, rows=part, setting=str) for part in (rows[:2], rows[2:])]
+    monkeypatch.setattr(make_csv, "load_runs", lambda folders: runs)
+    found = {(row["attack"], row["trial"]): row["group"] for row in make_csv.by_trial([])}
+    assert found["one", "0"] == found["one", "2"] == found["two", "2"]
+    assert found["one", "1"] == found["two", "1"] != found["one", "0"]
