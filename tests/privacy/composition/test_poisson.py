@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import mpmath as mp
+import numpy as np
 import pytest
 
 from fedsim.privacy.composition import poisson
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
+from fedsim.privacy.numerics import gaussian
 
 RATE, NOISE, STEPS = 250 / 750_000, 4.0, 10_000
 
@@ -57,7 +61,7 @@ def test_epsilon_grows_by_steps_as_delta_falls() -> None:
 
 def test_one_step_is_no_more_than_without_sampling_and_no_less_than_the_truth() -> None:
     """Its curve is known: q of the Gaussian's one way, and its reverse."""
-    for delta in (1e-13, 1e-20, 1e-60):
+    for delta in (1e-3, 1e-6, 1e-13, 1e-20, 1e-60):
         one = curve(steps=1, sampling_rate=0.2, noise_multiplier=1.0).epsilon(delta)
         full = curve(steps=1, sampling_rate=1.0, noise_multiplier=1.0).epsilon(delta)
         assert one.epsilon <= full.epsilon * (1 + 1e-9)
@@ -72,3 +76,13 @@ def test_one_step_is_no_more_than_without_sampling_and_no_less_than_the_truth() 
                 return (1 - q) * tail + q * moved - mp.exp(eps) * tail
 
             assert truth(mp.mpf(one.epsilon)) <= delta
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 2.0, 4.0])
+def test_of_whole_samples_it_is_the_gaussian_of_all_steps(epsilon: float) -> None:
+    """No bound may be below the truth, which is known where every step takes the example."""
+    exact = float(gaussian.log_delta(np.array(10.0 / math.sqrt(100)), epsilon))
+    found, _ = poisson.least_bound(10.0, epsilon, steps=100, sampling_rate=1.0)
+    assert found == pytest.approx(exact, rel=1e-9)
+    losses = float(poisson._distribution(1.0, 10.0, 100).get_delta(epsilon))
+    assert exact - 1e-9 <= math.log(losses) <= exact + 0.01
