@@ -15,7 +15,12 @@ from fedsim.privacy.mechanisms import least_squares
 from fedsim.privacy.mechanisms.least_squares import RegressionRelease
 from fedsim.privacy.mechanisms.projection import ProjectionRelease, bound, lowering
 from fedsim.types import FedsimError, Relation
-from fedsim_defenses.random_projection import max_leverage, require
+from fedsim_defenses.random_projection import (
+    largest_leverage,
+    largest_residual,
+    max_leverage,
+    require,
+)
 
 _UP = 1 + 1e-7
 """Factor on σ that covers the tolerance of the largest leverage, so that ε is not exceeded."""
@@ -64,9 +69,10 @@ class LeastSquaresMechanism(DataDefense):
     def check(self, clients: Mapping[int, Tensor]) -> None:
         """Refuses, by a FedsimError, rows [B, b] (n, d + 1) that exceed what is declared."""
         for client, rows in clients.items():
-            require("least_squares.leverage", self.leverage, rows, f"client {client}")
+            of, leverage = f"client {client}", largest_leverage(rows)
+            require("least_squares.leverage", self.leverage, leverage, rows, of)
             if self.residual < 1:
-                require("least_squares.residual", self.residual, rows, f"client {client}")
+                require("least_squares.residual", self.residual, largest_residual(rows), rows, of)
 
     def sigma(self, release: Release) -> float:
         """Returns σ of the appended rows σ I, in units of rows; 0 if none is needed.

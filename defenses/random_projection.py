@@ -72,7 +72,7 @@ class RandomProjection(DataDefense):
             clients = {-1: torch.cat(list(clients.values()))}
         for client, rows in clients.items():
             of = "all clients" if client < 0 else f"client {client}"
-            require("random_projection.leverage", self.leverage, rows, of)
+            require("random_projection.leverage", self.leverage, largest_leverage(rows), rows, of)
 
     def sigma(self, release: Release) -> float:
         """Returns σ of a client's noise, in units of rows, or 0; a FedsimError without a sketch."""
@@ -148,18 +148,16 @@ def largest_residual(rows: Tensor) -> float:
     return float(squares.max() / squares.sum())
 
 
-def require(key: str, declared: float, rows: Tensor, of: str) -> None:
+def require(key: str, declared: float, found: float, rows: Tensor, of: str) -> None:
     """Refuses, by a FedsimError, rows that stand out more than is declared.
 
     Args:
-        key: parameter that declares it, such as `least_squares.leverage`; a `residual` is a row's
-            share of the squared residuals, and anything else its leverage.
+        key: parameter that declares it, such as `least_squares.leverage`.
         declared: the largest that any row may have.
-        rows: (n, d), the last column being the target.
+        found: the largest that one of these rows has.
+        rows: (n, d), of which the message tells how many they are.
         of: whose rows they are, for the message.
     """
-    measure = largest_residual if key.endswith(".residual") else largest_leverage
-    found = measure(rows)
     if found > declared * (1 + _ROUNDING):
         raise FedsimError(
             f"{key}: expected no row above {declared:g}, got {found:.6g} among the "
