@@ -1,4 +1,4 @@
-"""One client: the examples that it holds, and what it computes from them when it is asked.
+"""One client: the examples that it holds, and what it computes from them in a round.
 
 A client is a value. Whoever wants another one, with other examples or of another seed, makes it.
 Coins set some of its examples aside, so that attacks can be asked who took part.
@@ -45,17 +45,24 @@ from fedsim.words import number_of
 
 @dataclass(frozen=True, kw_only=True)
 class ClientResult:
-    """What a client computed in a round. Only `update` (and `loss`, if reported) leaves it."""
+    """Holds what a client computed in a round; tensors are on the CPU.
+
+    Only `update` leaves the client, and `loss` where `Server.reports_loss`.
+    """
 
     update: Update
     truth: Truth | None
-    """Batch of the update, with features in an observed round; None where nothing is recorded."""
+    """Batch that the update was computed from; None if the round is not observed, and for a
+    closed-form release in training."""
     state: Tensors
-    """The client's defense state for its next round (unchanged by a probe)."""
+    """What the client's defenses and sampling keep for its next round, by name. After a probe it
+    is the state that was handed in."""
     loss: float | None
-    """Loss of the first batch under the global model, before any step; None without training."""
+    """Mean loss of the first batch under the global model, before any step; None without
+    training."""
     is_clipped: bool | None = None
-    """Whether Flower's adaptive clipping shortened the update; None without it."""
+    """Whether Flower's adaptive clipping shortened the update; None without it, and from
+    `Client.update`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,22 +70,23 @@ class Client:
     """One client of a federation, with its examples."""
 
     number: int
+    """Number of the client in the federation, from 0."""
     dataset: Dataset | Table
-    """Data set that holds its examples among others."""
+    """Data set that holds the client's training examples, perhaps among those of others."""
     own: Tensor
-    """(n,) indices of its examples among those of training."""
+    """(n,) int64 indices of the client's examples in the training split of `dataset`."""
     seed: int
     """Seed of its batches, and of its noise unless `noise_seed` is given."""
     noise_seed: int | None = None
-    """Seed of all else that it draws. Its streams then also depend on the weights, buffers and
-    memory that a release is computed from, so that no two values share their noise. None: all is
-    drawn from `seed`, and the same for all values."""
+    """Seed of all draws but batches. These then also depend on the weights, buffers and `state`
+    that an update is computed from, so that no two values share their noise. None: `seed` gives
+    them, and they are the same for all values."""
     absent: Tensor | None = None
-    """Indices, a part of `own`, that batches draw as usual but leave out, as in a neighbouring
-    database. None: nothing is left out."""
+    """(k,) int64 indices, a part of `own`, that batches draw as usual and then leave out, as in a
+    neighbouring database. None: nothing is left out."""
 
     candidates: CandidateSplit | None = None
-    """Examples that membership attacks are asked about; None if none are."""
+    """Examples that membership attacks are asked about; None if there are none."""
 
     def update(
         self,
@@ -91,19 +99,20 @@ class Client:
         probe: Probe | None = None,
         most_steps: int | None = None,
     ) -> ClientResult:
-        """Trains on the global model and applies the stack; tensors of the result are on the CPU.
+        """Computes the client's update of a round, and applies the stack's defenses to it.
 
         Args:
-            server: The federation.
+            server: The federation, with its scenario, stack and learner.
             round: Number of the round, from 1.
-            parameters: Parameters of the global model.
-            buffers: Its buffers.
+            parameters: Parameters of the global model, by name, on any device.
+            buffers: Its buffers, by name.
             state: `ClientResult.state` of the client's previous round; empty before the first.
-            probe: Probe to answer instead of training, if any.
-            most_steps: Bound on local steps, for a trial run; None: as declared.
+            probe: Probe to answer instead of training; None to train.
+            most_steps: Bound on local steps, for a trial run; None: as the scenario declares.
 
         Raises:
-            FedsimError: a batch is larger than the client's data.
+            FedsimError: a batch is larger than the client's data, a probe has more trials than
+                `check_victims` allows, or the learner or a defense refuses its input.
         """
         declared = server.declared_for(probe)
         if most_steps is not None:
@@ -175,7 +184,7 @@ class Client:
     def sum_stream(
         self, round: int, probe: Probe | None, parameters: Tensors, buffers: Tensors
     ) -> rng.Stream:
-        """Returns the stream of roundings and noise in a secure sum of the client's update.
+        """Returns a fresh stream of the roundings and noise of the client's part of a secure sum.
 
         Args:
             round: Number of the round, from 1.
@@ -188,17 +197,26 @@ class Client:
         return rng.generator(secret, "secure sum", *self._path(round, probe), *again, *at)
 
     def there(self, examples: Tensor) -> Tensor:
-        """Returns `examples`, indices among those of training, without those that are `absent`."""
+        """Returns `examples`, (m,) indices of training examples, without those in `absent`."""
         return examples if self.absent is None else examples[~torch.isin(examples, self.absent)]
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, labels) of all of `own`, also `absent`: pixels in [0, 1], or rows."""
+        """Returns (inputs, labels) of all n of `own`, `absent` ones included.
+
+        Inputs are (n, ...) on [0, 1], of a Table its rows (n, d + 1); labels are (n,) int64.
+        """
         return self.dataset.examples_at(self.own)
 
     def rows(
         self, computation: Computation, round: int, probe: Probe | None
     ) -> tuple[tuple[Tensor, Tensor], RowTruth | None]:
-        """Returns ((inputs, labels), truth) of a closed-form release; truth is None in training."""
+        """Returns ((inputs, labels), truth) that a closed-form release is computed from.
+
+        In training (`probe` None) these are all that the client holds, as `held` returns them, and
+        truth is None. For a probe each row takes part with probability `probe.batch_size` / n,
+        independently; truth has all n rows, and which took part. A probe needs a `computation`
+        whose `candidates` returns rows.
+        """
         held = self.held()
         if probe is None:
             return held, None
@@ -210,10 +228,11 @@ class Client:
         return (held[0][members], held[1][members]), replace(truth, members=members)
 
     def check_victims(self, training: LocalTraining, trials: int) -> None:
-        """Refuses a probe of more `trials` than the client has different examples for.
+        """Refuses `trials` of a probe for which the client has too few different examples.
 
-        `training` is that of one trial, after training defenses. A single trial is never refused:
-        where the client holds too few, its steps are drawn like those of training.
+        No two trials share an example. `training` is the local training of one trial, after the
+        stack's training defenses. A single trial is never refused: if the client holds too few,
+        its batches are drawn like those of training.
 
         Raises:
             FedsimError: there are too few; the message says how many trials there can be.
@@ -287,33 +306,36 @@ _STEPS = "sampling.steps"
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateSplit:
-    """Says which examples of a client are candidates, and which of these it trains on."""
+    """Says about which examples of a client membership attacks are asked (its candidates).
+
+    A fair coin of each candidate decides whether the client trains on it.
+    """
 
     examples: Tensor
-    """(N,) indices of the candidates among the training examples, ascending."""
+    """(N,) int64 indices of the candidates in the training split, ascending."""
     members: Tensor
-    """(N,) bool: whether the client trains on each candidate, by a fair coin of its own."""
+    """(N,) bool: whether the client trains on each candidate."""
 
     @property
     def held_out(self) -> Tensor:
-        """Indices among the training examples of candidates that the client does not train on."""
+        """(k,) int64 indices, in the training split, of candidates that are not trained on."""
         return self.examples[~self.members]
 
 
 def split_candidates(
     parts: Sequence[Tensor], inputs: Tensor, count: int, seed: int, *, least: int = 1
 ) -> list[CandidateSplit]:
-    """Draws candidates of each client, and tosses the coin of each; returns a split per client.
+    """Draws each client's candidates and their coins; returns a split per client, as `parts`.
 
     An example whose content occurs twice among all `inputs` is no candidate: its copy could be
     trained on while it is held out.
 
     Args:
-        parts: (n,) indices of each client's examples in `inputs`.
-        inputs: (N, ...) training inputs of all clients.
-        count: Number of candidates of a client.
+        parts: (n,) indices of each client's examples in `inputs`, in the order of the clients.
+        inputs: (N, ...) training inputs of all clients, on the CPU.
+        count: Number of candidates of each client.
         seed: Seed of draws and coins.
-        least: Least number of examples that each client has to keep.
+        least: Least number of examples that each client has to keep for training.
 
     Raises:
         FedsimError: a client has too few examples without a copy, or would keep too few.
@@ -350,7 +372,10 @@ _PARTS = ("update", "own_buffer", "parameter", "buffer")
 
 
 def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[str, Tensor]:
-    """Returns what a participant keeps of a round: its `update`, and the model it began from."""
+    """Returns in one mapping what a participant keeps of a round, for `look`.
+
+    These are its own `update`, and the global `parameters` and `buffers` that it began from.
+    """
     parts = zip(_PARTS, (update.tensors, update.buffers, parameters, buffers), strict=True)
     return {f"{kind}.{name}": value for kind, part in parts for name, value in part.items()}
 
@@ -358,17 +383,21 @@ def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[st
 def look(
     server: Server, client: int, round: int, kept: Tensors, parameters: Tensors, buffers: Tensors
 ) -> Observation:
-    """Returns what a participant sees of the others, if all answered; fails as `told_update`.
+    """Returns what a participant learns of the others' updates from the next global model.
 
-    The update is the others' mean; `num_clients` of the observation counts them alone.
+    The observation's `update` is the mean of the others' updates, and `num_clients` their number.
+    It is right only if every participant of the round answered, with the same weight.
 
     Args:
-        server: The federation.
+        server: The federation; at least two clients take part in the round.
         client: Number of the participant who looks.
         round: Number of the round, from 1.
-        kept: What `pack_round` returned of that round.
-        parameters: Parameters of the next global model.
+        kept: `pack_round` of that client in that round.
+        parameters: Parameters of the global model after the round.
         buffers: Its buffers.
+
+    Raises:
+        FedsimError: two global models do not tell this learner's mean update.
     """
     update, own_buffers, before, old_buffers = (_under(kind, kept) for kind in _PARTS)
     others = len(server.plan(round).participants) - 1
