@@ -70,16 +70,20 @@ def assess(
 ) -> Run:
     """Attacks what a tap recorded, scores it against what a witness saw, and writes a report.
 
+    An attack that fails is a row of the returned run that says why, and no error.
+
     Args:
         tapped: Folder that `fedsim.tap` was told as `out`, or that of one run in it.
         model: The app's model, or where it is: `module:Class`, `module:function` or
-            `module:function(num_classes=10)`. It is never read from the recording.
+            `module:function(num_classes=10)`. It is never read from the recording. Parameters that
+            clients are not sent are frozen in place.
         truth: Folder that `fedsim.witness` was told as `out`; several from several clients.
-        out: The folder to fill; one that holds results is refused.
+        out: The folder to fill, made if it is missing; one that holds results is refused.
         settings: What is assessed, and what is known of the app: the fields of `AssessSettings`.
 
     Raises:
         FedsimError: something is missing or does not fit; before any attack.
+        ValidationError: a parameter of an attack or a defense is wrong (pydantic).
         RunFailed: an attacking process died.
     """
     started = time.perf_counter()
@@ -319,40 +323,46 @@ DEFAULT_ATTACKS: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AssessSettings:
-    """Options of `fedsim.assess`, which refuses attacks that need what is not granted."""
+    """Options of `fedsim.assess`, which refuses attacks that need what is not granted.
+
+    It raises a FedsimError for that, for an unknown attack and for `clients` below 1. A wrong
+    parameter of an attack is a ValidationError of pydantic.
+    """
 
     mean: Sequence[float] | None = None
-    """Mean of each channel, which the app normalizes pixels in [0, 1] by; default 0."""
+    """Mean of each channel, which the app subtracts from pixels in [0, 1]; None for 0."""
     std: Sequence[float] | None = None
-    """Standard deviation of each channel; default 1."""
+    """Standard deviation of each channel, by which the app then divides; None for 1."""
     input_shape: tuple[int, int, int] | None = None
-    """(C, H, W); default that of the truth's images."""
+    """Shape (C, H, W) of an image; None for that of the truth's images."""
     classes: int | None = None
-    """Number of outputs of the model; default as many as it has."""
+    """Number of outputs of the model; None to count them by a trial."""
     answer: TappedAnswer = "weights"
     """What clients send: `weights`, a `delta` from the server's weights, or a `gradient`."""
     prefix: str = ""
-    """Text before the names that the app sends in the model's own, if it sends a part."""
+    """Text before a tensor's name in the model, such as `head.`, which the app's names lack."""
     local: Mapping[str, float] | None = None
-    """Local training: `batch_size` and `lr`, maybe `epochs`, `momentum`; default as witnessed."""
+    """Values of `batch_size` and `lr`, maybe `epochs` (1) and `momentum` (0); None: as witnessed.
+    A `gradient` ignores them."""
     defenses: Sequence[Mapping[str, object]] = ()
-    """What the app's clients do to their update before it leaves, as in a scenario."""
+    """Defenses of the clients' updates, in order: `name` and parameters of each, as in a scenario.
+    Empty for those that the tap or the witness found."""
     attacks: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: DEFAULT_ATTACKS)
-    """Names and parameters of the attacks."""
+    """Name of an attack plugin -> its parameters, those left out at their defaults."""
     grant: Grant = Grant()
-    """What the attacker is granted besides."""
+    """What the attacker knows beside the observation."""
     rounds: Collection[int] | Literal["last"] = "last"
-    """The rounds that are attacked; default the last one of which a truth is known."""
+    """The rounds that are attacked, from 1; `last` for the last one of which a truth is known."""
     clients: int = 2
-    """Most clients that are attacked in each round."""
+    """Maximum number of clients that are attacked in each round."""
     run: int | None = None
-    """Number of the recorded run; default the newest."""
+    """Flower's id of the recorded run; None for the newest."""
     name: str | None = None
-    """Title of the report; default the package of the model."""
+    """Title of the report; None for the top-level package of the model."""
     seed: int = 0
     """Seed of attacks."""
     workers: int | None = None
-    """Processes that attack; default one a core."""
+    """Number of processes that attack; None for one a core."""
     quiet: bool = True
     """Whether no progress is shown."""
 
@@ -463,10 +473,11 @@ _CALL = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(?P<ca
 
 
 def built_model(named: str) -> nn.Module:
-    """Imports and builds the model that `named` says; a FedsimError if that fails.
+    """Imports and returns the model that `named` says, built if it is not yet.
 
-    `named` is `module:Class`, `module:function(key=value)`, or `module:name` of a built model.
-    `sys.path` then begins with the working directory.
+    `named` is `module:Class`, `module:function(key=value)` with literal values, or `module:name` of
+    a built model. The working directory is put first on `sys.path`, unless it is there. A
+    FedsimError says that `named` has another form, the module fails, or no model comes of it.
     """
     match = _CALL.fullmatch(named.strip())
     if not match:

@@ -30,12 +30,13 @@ _ROUNDING = 0.02
 
 @dataclass(frozen=True)
 class Picked:
-    """An exchange that is attacked, with its truth (`testimony`)."""
+    """An order to train and its answer, which are attacked, with its truth (`testimony`)."""
 
     exchange: Exchange
     testimony: Testimony
     number: int
-    """The client's partition-id where all nodes have one of their own, else its node's place."""
+    """The client's partition-id where all nodes have one of their own. Else the place of its node,
+    from 0, among all node ids in order."""
 
 
 def pick(
@@ -46,13 +47,13 @@ def pick(
 ) -> list[Picked]:
     """Returns the exchanges that are attacked, sorted by round and the client's number.
 
-    A `FedsimError` says where there are none, or a witness left out images of one.
+    A `FedsimError` says that none is left, or that a witness left out images of one.
 
     Args:
-        exchanges: All exchanges of the run.
+        exchanges: All exchanges of the run, sorted by round.
         said: What a witness saw, by message id; exchanges without it are passed over.
-        rounds: Rounds that are attacked; "last" for the last one with truth.
-        clients: Maximum number of clients in each round, the first by number.
+        rounds: Rounds that are attacked, from 1; "last" for the last one with truth.
+        clients: Maximum number of clients in each round; those of the lowest numbers are taken.
     """
     known = [each for each in exchanges if each.message_id in said]
     if not known:
@@ -95,14 +96,17 @@ class Examples:
     """Reads what clients trained on, and undoes the app's normalization."""
 
     mean: Sequence[float] | None
-    """Mean of each channel; None for 0."""
+    """Mean of each channel, which the app subtracts from pixels in [0, 1]; None for 0."""
     std: Sequence[float] | None
-    """Standard deviation of each channel; None for 1."""
+    """Standard deviation of each channel, by which the app then divides; None for 1."""
     classes: int
     """Number of the model's outputs; labels are below it."""
 
     def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
-        """Returns pixels in [0, 1] (N, C, H, W) and labels (N,); all else is a FedsimError."""
+        """Returns the distinct images (N, C, H, W), pixels in [0, 1], and labels (N,) int64.
+
+        A FedsimError says that the file is damaged, or does not fit `classes`, `mean` and `std`.
+        """
         images, labels = testimony.images()
         outside = labels[(labels < 0) | (labels >= self.classes)]
         if len(outside):
@@ -135,10 +139,14 @@ class Examples:
 def guesser_of(
     said: Mapping[str, Testimony], picked: Sequence[Picked], examples: Examples
 ) -> tuple[scoring.Guesser, bool]:
-    """Returns the zero-information guess, and whether it is learned from others than the `picked`.
+    """Returns what guesses images without an update, and whether it learned from other clients.
 
-    If no other client is among `said` (what witnesses saw, by message id), it is learned from the
-    victims' own images, which `examples` reads.
+    If no client beside the `picked` victims was witnessed, it learns from the victims' own images.
+
+    Args:
+        said: What witnesses saw, by message id; one testimony of each client is used.
+        picked: The victims, at least one.
+        examples: Reads images and labels of a testimony; its errors pass through.
     """
     victims = {each.exchange.node_id for each in picked}
     # One testimony per client, so that its images do not count once for each round.
@@ -161,19 +169,24 @@ _UNDEFENDED = "none"
 
 @dataclass(kw_only=True)
 class AppTraining:
-    """Local training and defenses of the app's clients, declared or found."""
+    """Tells how an app's clients train and which defenses they apply.
+
+    An unknown defense, or an impossible order of them, is a FedsimError; a wrong parameter is a
+    ValidationError of pydantic.
+    """
 
     answer: TappedAnswer
+    """What clients send: `weights`, a `delta` from the server's weights, or a `gradient`."""
     local: Mapping[str, float] | None
-    """Values of batch_size and lr, and perhaps epochs and momentum; None: as was witnessed."""
+    """Values of batch_size and lr, maybe epochs (1) and momentum (0); None: as was witnessed."""
     mode: Mode
-    """Mode of the model."""
+    """Mode of the model's layers while it is trained: `train` or `eval`."""
     defenses: Sequence[Mapping[str, object]]
-    """Name and parameters of each defense, as in a scenario."""
+    """Key `name` and parameters of each defense, in order, as in a scenario; empty for none."""
     notes: list[str]
-    """Lines of the report, to which more are added."""
+    """Lines of the report; `training` appends what attacks do not model."""
     stack: str = "declared"
-    """Name of the defenses in the report."""
+    """Name of the stack of defenses in the report; without defenses it is `none`."""
 
     def __post_init__(self) -> None:
         """Refuses defenses that are none."""
@@ -184,7 +197,11 @@ class AppTraining:
         self._stack = build_stack(self._refs)
 
     def training(self, each: Picked) -> LocalTraining:
-        """Returns an attacked client's local training; a FedsimError if nothing tells it."""
+        """Returns an attacked client's local training, as attacks simulate it; adds to `notes`.
+
+        Several epochs become one of the same total weight. A FedsimError says that `local` has
+        other keys, that the client states no `num-examples`, or that no learning rate is known.
+        """
         said = each.testimony.said
         if self.answer == "gradient":
             return LocalTraining(
@@ -299,7 +316,10 @@ class AppTraining:
     def describe_defense(
         self, training: LocalTraining
     ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
-        """Returns the clients' defenses: stack, members as in `Observation.defense`, and effect."""
+        """Returns the stack's name (`none` without defenses), its defenses, and its joint effect.
+
+        Each defense has its `name` and parameters for that `training`, as `Observation.defense`.
+        """
         if not self._refs:
             return _UNDEFENDED, (), Effect()
         told = announce_defenses(self._stack, self._refs, training, None)
@@ -353,7 +373,11 @@ def _simulate_training(
 
 
 def freeze_unsent(model: nn.Module, exchange: Exchange, prefix: str) -> None:
-    """Freezes the parameters of `model` that clients are not sent: they keep its public values."""
+    """Freezes, in place, the parameters of `model` that the server did not send in `exchange`.
+
+    `prefix` is text before a name in the model, such as `head.`, which the app's names lack. A
+    FedsimError says that the recorded file is damaged, or does not fit the model.
+    """
     sent = _own_names(exchange.read_broadcast(), model, prefix)
     for name, parameter in model.named_parameters():
         if name not in sent:
@@ -371,14 +395,16 @@ def observe_exchange(
 ) -> Observation:
     """Returns what a server saw in one exchange, as attacks read it, of an undefended client.
 
+    Its round, client and id are placeholders. A FedsimError says that a recorded file is damaged,
+    or does not fit the model.
+
     Args:
         exchange: What was sent and answered.
         victim: The app's model, taken apart.
-        model: The same model, whose frozen parameters are left out of the update. Tensors that do
-            not fit it are a FedsimError.
+        model: The same model, whose frozen parameters are left out of the update.
         training: The client's local training.
-        answer: What clients send.
-        prefix: Text before the names that the app sends in the model's own.
+        answer: What clients send: `weights`, a `delta` from those sent, or a `gradient`.
+        prefix: Text before a tensor's name in the model, which the app's names lack, or empty.
     """
     before = _own_names(exchange.read_broadcast(), model, prefix)
     after = _own_names(exchange.read_reply(), model, prefix)

@@ -58,14 +58,19 @@ class PrivacySettings:
     """Privacy settings of one recorded app, as far as its tap and witness found them."""
 
     defenses: _FoundDefenses | None
-    """Defenses of the clients; None where no mod was looked for."""
+    """Defenses of the clients; None where it is not known which mods they apply."""
     server: _ServerNoise | None
-    """The server's own noise; None where no wrapper was found."""
+    """Noise that a wrapper of the server's strategy adds; None where no wrapper was found."""
     rounds: int
     """Number of the last recorded round, which bounds the times that a client took part."""
 
     def describe_privacy(self, each: Picked, training: LocalTraining) -> tuple[Row, list[str]]:
-        """Returns a client's `privacy` against the server, empty without any, and lines on it."""
+        """Returns what the defenses guarantee one client against the server, and lines on that.
+
+        The first part has the fields of `PrivacyClaim`, with "inf" for an ε of ∞; it is empty
+        where neither client nor server adds privacy. The second has sentences for the report.
+        `training` is the client's local training. A damaged recording is a FedsimError.
+        """
         found, lines = self.defenses, []
         privacy: Row = {}
         if found and found.parts:
@@ -128,13 +133,14 @@ def read_privacy(
     strategies: Sequence[DeployedPart] | None,
     left_out: Sequence[str] = (),
 ) -> PrivacySettings:
-    """Returns the privacy settings of a recorded app with at least one exchange.
+    """Returns the privacy settings of a recorded app.
 
     Args:
-        exchanges: All exchanges of the run.
-        mods: Mods of the client that answered, by message id, outermost first; None if unknown.
-        strategies: The server's strategy and those that it wraps; None if unknown.
-        left_out: Lines of the tap on what it left out.
+        exchanges: All exchanges of the run, at least one. A damaged recording is a FedsimError.
+        mods: Id of an order -> mods of the client that answered it, outermost first; None if
+            unknown.
+        strategies: The server's strategy and those that it wraps, outermost first; None if unknown.
+        left_out: Lines of `exchanges.left_out`; answers left out may make ε infinite.
     """
     found = _read_defenses(exchanges, mods)
     doubts = [line for line in left_out if line.startswith((TWICE, CHANGED, NO_ROOM))]

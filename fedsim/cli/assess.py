@@ -140,7 +140,7 @@ def _assess(
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds the command `assess` to `app`."""
+    """Adds the command `assess` to the command-line application `app`, in place."""
     app.command("assess")(_assess)
 
 

@@ -492,7 +492,10 @@ def _version(
 
 
 def make_printable() -> None:
-    """Changes the standard streams, so that printing does not end the process."""
+    """Changes `sys.stdout` and `sys.stderr` in place, so that printing does not end the process.
+
+    A character that a terminal lacks is printed as its escape; a missing stream discards text.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # A process may be started without the stream, and printing to None would end it.

@@ -188,14 +188,23 @@ def _collect(
 
 
 def refuse_unfit(superlink: str, roots: Path | None) -> None:
-    """Ends the command with status 2 if a connection to `superlink` would not be allowed."""
+    """Prints why nobody may connect to `superlink`, and raises `typer.Exit` of status 2.
+
+    Nothing happens if `superlink` is HOST:PORT on loopback, or on any host with `roots`: the file
+    of root certificates that TLS is checked with. None means no TLS.
+    """
     if reason := addresses.unfit(superlink, has_roots=roots is not None):
         typer.secho(f"--superlink: {reason}", err=True, fg="red")
         raise typer.Exit(2)
 
 
 def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -> None:
-    """Ends the command with status 2 if a network option is `given` without a SuperLink."""
+    """Raises `typer.Exit` of status 2, with a printed reason, for a network option of a local run.
+
+    Args:
+        superlink: HOST:PORT of the SuperLink; None for a run on this machine alone.
+        given: Network option, such as `--shared-seed` -> whether the user gave it.
+    """
     lonely = [option for option, is_given in given.items() if is_given]
     if superlink is None and lonely:
         typer.secho(
@@ -207,6 +216,6 @@ def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds the commands `up`, `keys`, `register`, `node` and `collect` to `app`."""
+    """Adds the commands `up`, `keys`, `register`, `node` and `collect` to `app`, in place."""
     for command in (_up, _keys, _register, _node, _collect):
         app.command(command.__name__[1:])(command)

@@ -24,7 +24,7 @@ TableFormat = Literal["table", "json", "csv"]
 
 
 def show(finished: Run) -> None:
-    """Prints the leaderboard, a line on each run that lacks rows, and the path of the report."""
+    """Prints the leaderboard and the path of the report; lines on missing rows go to stderr."""
     from fedsim.report import load_runs
 
     runs = load_runs([finished.out])
@@ -34,7 +34,7 @@ def show(finished: Run) -> None:
 
 
 def say_what_lacks(runs: Sequence[reading.StoredRun]) -> None:
-    """Prints a line on the standard error for each run whose tables lack rows."""
+    """Prints a line on the standard error for each run that lacks rows, as unfinished runs do."""
     from fedsim.report import facts
 
     for line in facts.unfinished(runs) + facts.unseen(runs):
@@ -42,7 +42,11 @@ def say_what_lacks(runs: Sequence[reading.StoredRun]) -> None:
 
 
 def outcome(runs: Sequence[reading.StoredRun]) -> str:
-    """Returns the leaderboard of `runs`, or what their defenses cost if no attack is scored."""
+    """Returns the leaderboard of `runs` as lines of text, without a newline at the end.
+
+    If no attack is scored, what their defenses cost in accuracy takes its place. Lines on defenses
+    that nobody declared, or on training that stands still, follow.
+    """
     from fedsim.report import facts
 
     shown = (
@@ -54,7 +58,11 @@ def outcome(runs: Sequence[reading.StoredRun]) -> str:
 
 
 def leaderboard(runs: Sequence[reading.StoredRun], format: TableFormat) -> str:
-    """Returns the leaderboard of `runs` as text; a table stands below the verdicts."""
+    """Returns the leaderboard of `runs` as a text that ends in a newline.
+
+    Above a `table`, fitted to the terminal, stands a verdict on each defense. `json` and `csv` are
+    for programs, see `fedsim.report.render`.
+    """
     from shutil import get_terminal_size
 
     from fedsim.report import facts, render
@@ -102,9 +110,11 @@ def _answers(judged: Sequence[Judgement], width: int) -> str:
 
 @contextmanager
 def exits() -> Iterator[None]:
-    """Turns an error of its `with` block that a user can act on into a message and exit status.
+    """Turns an error of its `with` block that a user can act on into a printed message.
 
-    The status is 2 for refused input, 1 for failed work, 130 for an interrupt.
+    It then raises `typer.Exit`. Its status is 130 for KeyboardInterrupt, 1 for RunFailed,
+    AttackFailed and OSError, and 2 for any other FedsimError. Other errors, and a BrokenPipeError,
+    pass through.
     """
     try:
         yield
