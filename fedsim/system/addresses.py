@@ -14,7 +14,7 @@ _BACKLOG = 128
 
 
 def split(address: str) -> tuple[str, int]:
-    """Splits HOST:PORT or [HOST]:PORT into host and port, unchecked; else raises ValueError."""
+    """Splits HOST:PORT or [HOST]:PORT into (host, port), both unchecked; else a ValueError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"{address!r} is not HOST:PORT")
@@ -22,7 +22,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def is_host(text: str) -> bool:
-    """Returns whether `text` is an IP address or a host's name, without port or scheme."""
+    """Returns whether `text` looks like an IP address or a host's name, without port or scheme."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -31,7 +31,7 @@ def is_host(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches `host`: `localhost`, or a loopback address."""
+    """Returns whether only this machine reaches `host`: `localhost`, or a loopback IP address."""
     if host == "localhost":
         return True
     try:
@@ -41,7 +41,10 @@ def is_loopback(host: str) -> bool:
 
 
 def unfit(address: str, *, has_roots: bool) -> str | None:
-    """Returns why nobody may connect to `address`, which without roots must be on loopback."""
+    """Returns why nobody may connect to `address`, HOST:PORT, as text; None if one may.
+
+    Without root certificates to verify its TLS (`has_roots` False), it has to be on loopback.
+    """
     try:
         host, port = split(address)
     except ValueError:
@@ -58,7 +61,7 @@ def unfit(address: str, *, has_roots: bool) -> str | None:
 
 
 def listener(address: str) -> socket.socket:
-    """Returns a socket that listens at `address`, or raises an OSError; port 0 takes a free one."""
+    """Returns a socket that listens at HOST:PORT (0: a free one); else a ValueError or OSError."""
     host, port = split(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)

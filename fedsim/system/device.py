@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 def resolve_device(device: str) -> str:
-    """Returns `device`, of `auto` what there is; a FedsimError if it is none or not available."""
+    """Returns `device`, and for `auto` the text `cuda` where PyTorch finds CUDA, else `cpu`.
+
+    A FedsimError refuses all but `cpu`, `cuda`, `cuda:N` and `auto`, and CUDA where there is none.
+    """
     if not re.fullmatch(DEVICE_PATTERN, device):
         raise FedsimError(f"device: {device!r} is none; use cpu, cuda, cuda:N or auto")
     available = torch.cuda.is_available()
@@ -26,7 +29,7 @@ def resolve_device(device: str) -> str:
 
 
 def compute_exactly(device: str | torch.device) -> None:
-    """Makes this process compute float32 on `device` at full precision, and repeatably."""
+    """Turns TF32 off and makes cuDNN repeatable in this process, unless `device` is a CPU."""
     if torch.device(device).type == "cpu":
         return
     # TF32 rounds inputs of convolutions to ten bits: an attack that explains an update up to
@@ -37,9 +40,10 @@ def compute_exactly(device: str | torch.device) -> None:
 
 
 def move_tensors(value: T, device: str | torch.device, but: Collection[str] = ()) -> T:
-    """Returns a copy of a dataclass with all tensors on `device`, nested ones, too.
+    """Returns a copy of the dataclass instance `value` with its tensors on `device`.
 
-    Fields whose names are in `but` stay as they are.
+    Tensors in mappings, nested dataclasses and tuples of these move, too. Fields of `value` itself
+    that `but` names stay as they are.
     """
     assert is_dataclass(value) and not isinstance(value, type)
     found: dict[str, Any] = {}

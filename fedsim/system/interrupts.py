@@ -27,10 +27,9 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised by Ctrl-C, SIGTERM or SIGHUP.
+    """Raised in the main thread by the first Ctrl-C, SIGTERM or SIGHUP inside `command`.
 
-    A plain KeyboardInterrupt would end CPython by SIGINT, although it was caught, where it had left
-    code given as text, such as a dataclass's methods.
+    Python would end by SIGINT after some plain KeyboardInterrupts, even if they were caught.
     """
 
 
@@ -49,7 +48,7 @@ _state = _State()
 
 
 def how_to_go_on() -> str:
-    """Returns a line of text with the command that does the rest of this process's work."""
+    """Returns a line with the command that does the rest of this process's work (`sys.argv`)."""
     words = sys.argv[1:]
     text = shlex.join(["fedsim", *(word for word in words if word != "--resume")])
     if words[:1] in (["run"], ["up"]):
@@ -58,14 +57,19 @@ def how_to_go_on() -> str:
 
 
 def say(write: Callable[[str], object]) -> None:
-    """Calls `write` with the line that the command was interrupted, and how to go on."""
+    """Calls `write` with a line on the interrupt and how to go on; `command` then writes none."""
     write(f"interrupted; {how_to_go_on()}")
     _state.reported = True  # after it: twice is better than never
 
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Runs a whole command, once: interrupted, it exits with status 130 and says how to go on."""
+    """Runs a whole command in a `with` block, once a process and in its main thread.
+
+    Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` in it. The end of the block then says on stderr
+    how to go on, unless `say` has, and raises a SystemExit of status 130. A second signal, or 20
+    seconds without an end, ends the process with that status.
+    """
     _install()
     try:
         yield
@@ -83,7 +87,7 @@ def command() -> Iterator[None]:
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delays interrupts until the block is over; processes started within it never get any."""
+    """Holds interrupts back until a `with` block is over; processes started in it never get any."""
     pending: list[int] = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():

@@ -26,10 +26,11 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
-    """Locks `folder`, made if it is missing, inside the block against other runs.
+    """Locks `folder` against other runs in a `with` block; makes the folder if it is missing.
 
-    A FedsimError says that another run has it, and by which `option` a user chooses another. A file
-    system without locks gives a warning.
+    A FedsimError says that another run has it, and by which `option` a user chooses another; or
+    that its `.lock` is not a regular file. An OSError says that the folder cannot be written to. A
+    file system without locks gives a warning.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / NAME
@@ -42,7 +43,7 @@ def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Ite
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether a run is at work in `folder`, as far as its file system knows."""
+    """Returns whether a run has locked `folder`; False also where its file system cannot tell."""
     try:
         handle = os.open(folder / NAME, os.O_RDONLY | _FLAGS)
     except OSError:

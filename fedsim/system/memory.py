@@ -20,7 +20,7 @@ _LARGEST_MMAP_THRESHOLD = 2**25
 
 @cache
 def keep_freed() -> bool:
-    """Lets the allocator keep freed memory for the next tensors; returns whether it will."""
+    """Makes glibc keep freed memory for this process's next tensors; returns whether it will."""
     # glibc returns freed megabytes at once, and every iteration of an attack pays for fresh pages:
     # a fifth of its time on ConvNet.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -32,7 +32,7 @@ def keep_freed() -> bool:
 
 @cache
 def limit() -> int:
-    """Returns the bytes that this process may use, without swap; 64 GiB if nothing tells."""
+    """Returns how many bytes this process may use, without swap; 64 GiB if nothing tells."""
     try:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (OSError, ValueError):
@@ -47,12 +47,13 @@ def limit() -> int:
 
 
 def check(needed: float, content: str, remedy: str, device: torch.device | None = None) -> None:
-    """Refuses, by a FedsimError, what exceeds the memory, however much of that is in use.
+    """Refuses, by a FedsimError, what needs more than the whole memory, however much is in use.
 
     Args:
         needed: Estimated number of bytes.
-        content: Words for what takes them, with the key of the scenario in front.
-        remedy: Words for what to change.
+        content: Plural words for what takes them, as `training.local.steps: 9 batches of 64
+            images`.
+        remedy: Words for what the user is to change.
         device: CUDA device whose memory counts; None or a CPU means this process's (`limit`).
     """
     available = limit()
@@ -97,7 +98,7 @@ _DEFAULT_LIMIT = 64 * _GIB
 
 
 def peak(device: torch.device) -> int:
-    """Returns the most bytes in use so far: on `device` if that is CUDA, else by this process."""
+    """Returns the most bytes in use so far: PyTorch's on a CUDA `device`, else this process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts the peak in KiB.

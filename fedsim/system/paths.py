@@ -45,13 +45,16 @@ def from_home(path: str) -> Path:
 
 
 def regular(path: Path, max_bytes: int) -> Path:
-    """Returns `path`, a regular file of at most `max_bytes`; it raises as `open_regular` does."""
+    """Returns `path` if it is a regular file of at most `max_bytes`.
+
+    A FedsimError refuses any other file, an OSError one that is missing or may not be read.
+    """
     with open_regular(path, max_bytes):
         return path
 
 
 def refuse_links(path: Path, root: Path) -> Path:
-    """Returns `path`; a FedsimError if a part of it below the folder `root` is a link."""
+    """Returns `path`; a FedsimError if it or a folder between it and `root` is a symbolic link."""
     for part in (path, *path.parents):
         if part == root:
             break
@@ -63,7 +66,10 @@ def refuse_links(path: Path, root: Path) -> Path:
 
 
 def read_named(path: Path, option: str, max_bytes: int) -> bytes:
-    """Returns all bytes of a file named with `option`; a FedsimError where `content` raises."""
+    """Returns all bytes of a file that a user named with a command's `option`.
+
+    A FedsimError says that it cannot be read, is not a regular file or exceeds `max_bytes`.
+    """
     try:
         return content(path, max_bytes)
     except OSError as error:
@@ -72,7 +78,7 @@ def read_named(path: Path, option: str, max_bytes: int) -> bytes:
 
 @contextmanager
 def open_regular(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
-    """Opens the file at `path` for reading inside the block.
+    """Opens the file at `path` in a `with` block, which gets it open for reading bytes.
 
     A FedsimError refuses what is no regular file or exceeds `max_bytes`, an OSError what is missing
     or may not be read.
@@ -104,12 +110,16 @@ def content(path: Path, max_bytes: int) -> bytes:
 
 
 def text(path: Path, max_bytes: int, encoding: str = "utf-8") -> str:
-    """Returns the bytes of `content` as text; a UnicodeDecodeError if not in that `encoding`."""
+    """Returns the text of a regular file of at most `max_bytes`.
+
+    A FedsimError refuses any other file, an OSError one that is missing or may not be read. Bytes
+    that are not in `encoding` are a UnicodeDecodeError.
+    """
     return content(path, max_bytes).decode(encoding)
 
 
 def writable_folder(path: Path, option: str) -> None:
-    """Raises a FedsimError on `option` if `path` can be no writable folder; makes nothing."""
+    """Raises a FedsimError, with `option` in it, if `path` can be no writable folder."""
     try:
         if "\0" in str(path):
             raise ValueError("a name with a NUL")
@@ -138,7 +148,7 @@ def writable_folder(path: Path, option: str) -> None:
 
 
 def writable_file(path: Path, option: str) -> None:
-    """Raises a FedsimError on `option` if `path` is a folder, or lies in no writable folder."""
+    """Raises a FedsimError, with `option` in it, if `path` can be no writable file."""
     writable_folder(path.parent, option)
     if path.is_dir():
         raise FedsimError(f"{option} {path}: is a folder; name a file in it")

@@ -63,13 +63,13 @@ class _SpawnContext(SpawnContext):
 
 @contextmanager
 def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Queue[Any]]]:
-    """Starts `workers` processes inside the block; yields their executor, and a queue.
+    """Starts `workers` processes for a `with` block, which gets (their executor, a queue).
 
-    Each worker has a copy of `shared` (`get_shared`), which must be picklable, and puts messages
-    into the queue (`tell`). Work must be submitted within `interrupts.delay_interrupts`, since
-    submitting starts workers. The end of the block waits for work that runs, and cancels the rest.
-    An exception in the block, or the end of this process, ends the workers in the middle of their
-    work.
+    Each worker has a copy of `shared` (`get_shared`), which must be picklable. What a worker passes
+    to `tell` comes out of the queue. Work must be submitted within `interrupts.delay_interrupts`,
+    since submitting starts workers. The end of the block waits for work that runs, and cancels the
+    rest. An exception in the block, or the end of this process, ends the workers in the middle of
+    their work.
     """
     context = _SpawnContext()
     news: Queue[Any] = context.Queue()
@@ -86,13 +86,13 @@ def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Qu
 
 
 def tell(message: Any) -> None:
-    """Puts `message`, which must be picklable, into the queue of this worker's `pool`."""
+    """Puts a picklable `message` into the queue of this worker's `pool`; else an AssertionError."""
     assert _context is not None
     _context.news.put(message)
 
 
 def get_shared() -> Any:
-    """Returns a copy of the object `shared` with which this worker's `pool` was started."""
+    """Returns a new copy of the `shared` of this worker's `pool`; elsewhere an AssertionError."""
     assert _context is not None
     return pickle.loads(_context.shared)  # noqa: S301 - this process's parent wrote it
 
@@ -128,7 +128,7 @@ for _ in range(50):
 
 @contextmanager
 def scratch(prefix: str) -> Iterator[Path]:
-    """Makes a temporary folder for its owner alone, removed as the block or process ends."""
+    """Makes a private temporary folder for a `with` block; removed as that or the process ends."""
     with interrupts.delay_interrupts():
         folder = Path(tempfile.mkdtemp(prefix=prefix))
         sweeper = subprocess.Popen(  # noqa: S603 - this very Python

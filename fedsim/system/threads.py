@@ -11,14 +11,14 @@ from threadpoolctl import threadpool_limits
 
 
 def fix(threads: int) -> None:
-    """Makes this process compute on `threads` threads from now on."""
+    """Makes this process compute on `threads` threads from now on, in PyTorch and BLAS."""
     threadpool_limits(threads)
     torch.set_num_threads(threads)
 
 
 @contextmanager
 def fix_within(threads: int) -> Iterator[None]:
-    """Computes on `threads` threads within the block, and afterwards on as many as before."""
+    """Computes on `threads` threads in a `with` block, and afterwards on as many as before."""
     before = torch.get_num_threads()
     with threadpool_limits(threads):
         torch.set_num_threads(threads)
