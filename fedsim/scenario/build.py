@@ -55,11 +55,11 @@ RESERVED: dict[str, tuple[str, ...]] = {
 
 
 def plugin_class(group: str, name: str) -> type[Plugin]:
-    """Returns the class registered as `name` in `group`, of `ROLES`, if a scenario can name it.
+    """Returns the class of plugin `name` in `group`, a key of `ROLES` such as `fedsim.attacks`.
 
     Raises:
-        PluginError: it cannot be loaded as one of `ROLES`, or has a parameter whose name is
-            reserved.
+        PluginError: it cannot be loaded, derives from no class of `ROLES[group]`, or has a
+            parameter with a name of `RESERVED[group]`.
     """
     cls = plugins.load_as(group, name, ROLES[group])
     for field in RESERVED[group]:
@@ -72,7 +72,12 @@ def plugin_class(group: str, name: str) -> type[Plugin]:
 
 
 def build_stack(refs: Sequence[PluginRef]) -> Stack:
-    """Composes the defenses of `refs` in written order; a FedsimError if that cannot be done."""
+    """Builds the defenses of `refs` and composes them in that order.
+
+    Raises:
+        FedsimError: a defense cannot be loaded, or cannot stand where it does (see `chain`).
+        ValidationError: a parameter is wrong.
+    """
     members: list[Defense] = []
     for ref in refs:
         member = plugin_class("fedsim.defenses", ref.name).model_validate(ref.parameters)
@@ -84,15 +89,16 @@ def build_stack(refs: Sequence[PluginRef]) -> Stack:
 def announce_defenses(
     stack: Stack, refs: Sequence[PluginRef], declared: LocalTraining, release: Release | None
 ) -> tuple[Mapping[str, object], ...]:
-    """Returns the public facts of a stack's defenses, in its order: name and parameters of each.
+    """Returns the `name` and parameters of each of a stack's defenses, as observations show them.
 
-    Derived parameters replace those that they follow from. It fails as `Stack.guarantees`.
+    Parameters that the stack computes, such as `std` from an ε, are included. It fails as
+    `Stack.guarantees`.
 
     Args:
         stack: Stack that was built of `refs`.
-        refs: Defenses as the scenario names them.
+        refs: Defenses as the scenario names them, whose order the answer has.
         declared: Local training before any defense changes it.
-        release: Release of a closed-form learner; None for others.
+        release: Release of a closed-form learner; None for learners that train.
     """
     # Both iterators follow the written order of their kind, so that each `next` belongs to its
     # `ref`.
@@ -112,14 +118,14 @@ def announce_defenses(
 
 
 def build_learner(ref: PluginRef) -> Learner:
-    """Builds the learner that `ref` names; a PluginError says that it cannot be loaded."""
+    """Builds the learner that `ref` names; PluginError or ValidationError if it cannot be made."""
     learner = plugin_class("fedsim.learners", ref.name).model_validate(ref.parameters)
     assert isinstance(learner, Learner)
     return learner
 
 
 def build_engine(name: str) -> Engine:
-    """Builds the engine `name`; a PluginError if it cannot be loaded, or has parameters."""
+    """Builds the engine `name`; a PluginError says that it cannot be loaded, or has parameters."""
     cls = plugin_class("fedsim.engines", name)
     if cls.model_fields:
         raise plugins.PluginError(
@@ -138,12 +144,12 @@ def problem_of(
     examples: int,
     device: torch.device,
 ) -> Problem:
-    """Returns what the scenario's learner is bound to.
+    """Returns what the scenario's learner is started with (`Learner.start`), for one of its stacks.
 
     Args:
         scenario: A resolved scenario.
-        stack: Its stack of defenses that is trained.
-        described: The data's description with the test split; training data may be left out.
+        stack: Stack of the scenario's defenses that is trained.
+        described: Data with the test split; training examples may be left out.
         examples: Number of all clients' training examples together.
         device: Device that the learner computes on.
     """
@@ -167,7 +173,10 @@ def _name_plugin(ref: PluginRef) -> Named:
 
 
 def algorithm(training: Training) -> Algorithm:
-    """Returns the algorithm that `training` asks for, or implies if it names none."""
+    """Returns `training.algorithm` or, where that is None, the one that the local steps imply.
+
+    `fedsgd` is implied by one step of SGD without momentum or weight decay, `fedavg` by all else.
+    """
     if training.algorithm:
         return training.algorithm
     local = training.local
@@ -183,7 +192,7 @@ def _rule_of(local: LocalSection) -> StepRule | None:
 
 
 def declared_training(training: Training) -> LocalTraining:
-    """Returns the local training before any defense and, in `lr`, any schedule (`rate_factor`)."""
+    """Returns the local training before any defense; `lr` lacks the factor of `rate_factor`."""
     local = training.local
     return LocalTraining(
         algorithm=algorithm(training),
@@ -199,7 +208,7 @@ def declared_training(training: Training) -> LocalTraining:
 
 
 def rate_factor(training: Training, round: int) -> float:
-    """Returns the factor of `training.local.lr` in `round`, counted from 1."""
+    """Returns the factor, in (0, 1], of `training.local.lr` in `round`, which counts from 1."""
     schedule = training.local.schedule
     if schedule is None:
         return 1.0

@@ -41,9 +41,10 @@ _EXAMPLES = {"alpha": "0.5", "shards_per_client": "2", "path": "clients.csv"}
 def check(
     sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]
 ) -> Iterator[SectionProblem]:
-    """Yields (key path, message) of every problem between `sections`: name -> validated value.
+    """Yields (key path, message) of each problem that lies in how sections of a scenario combine.
 
-    `sound(path)` says whether no problem has been found at `path` or below so far.
+    `sections` maps the name of a top-level key to its validated value, and lacks the invalid ones.
+    `sound(path)` returns whether no problem is known yet at the key path `path` or below.
     """
     data, training, observe = (sections.get(name) for name in ("data", "training", "observe"))
     attacks = enumerate(sections.get("attacks") or [])
@@ -143,7 +144,7 @@ def _engine(sections: Mapping[str, Any]) -> Iterator[SectionProblem]:
 
 
 def cautions(scenario: Scenario) -> list[str]:
-    """Returns warnings of what is allowed, but leaves results without a comparison."""
+    """Returns warnings about settings that weaken attacks or comparisons; none without attacks."""
     if not scenario.attacks:
         return []
     found = []

@@ -29,7 +29,7 @@ _MAX_PROBLEMS = 50
 
 @dataclass(frozen=True)
 class ScenarioProblem:
-    """States one thing that is wrong with a scenario; `str` of it gives place, path and message."""
+    """States one thing that is wrong with a scenario; its `str` is `place: key path: message`."""
 
     message: str
     path: KeyPath = ()
@@ -45,10 +45,10 @@ class ScenarioProblem:
 
 
 class ScenarioError(FedsimError):
-    """A scenario cannot be run.
+    """Says that a scenario cannot be run, and why.
 
-    The message lists each problem once, in order of lines, up to 50, and the number of the others.
-    `problems` has all of them in that order; those without a line come first.
+    The message has up to 50 problems, a line each, and the number of the others. Attribute
+    `problems` is a tuple of all without repeats, by line; those without a line come first.
     """
 
     def __init__(self, problems: Iterable[ScenarioProblem]) -> None:
@@ -61,12 +61,12 @@ class ScenarioError(FedsimError):
 
     @property
     def path(self) -> str:
-        """The key path of the first problem, as users write it; empty if no key is to blame."""
+        """Key path of the first problem, such as `data.clients`; empty if no key is to blame."""
         return show_path(self.problems[0].path)
 
     @property
     def line(self) -> int | None:
-        """The line of the first problem, counted from 1; None if it has none."""
+        """Line of the first problem, counted from 1; None if it has none."""
         return self.problems[0].line
 
 
@@ -96,7 +96,7 @@ def parse(text: str) -> KeyPath:
     ('defenses', 'dp', 1, 'std')
 
     Raises:
-        ValueError: `text` is no key path.
+        ValueError: `text` is no key path, or has more than 32 parts.
     """
     path: list[str | int] = []
     position = 0
@@ -120,7 +120,7 @@ def parse(text: str) -> KeyPath:
 
 @contextmanager
 def blaming(key: str) -> Iterator[None]:
-    """Prefixes a FedsimError from inside the block with the scenario's key that is to blame."""
+    """Makes a FedsimError from a `with` block a plain one whose message begins with `key: `."""
     try:
         yield
     except FedsimError as error:
@@ -129,13 +129,15 @@ def blaming(key: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mark:
-    """Says where a value is written: in an override or a file, there with its line from 1."""
+    """Says where a value of a scenario is written."""
 
     origin: str
+    """Path of the file, or the option such as `--set seed=1`; empty if neither is known."""
     line: int | None = None
+    """Line in the file, from 1; None outside of files."""
 
     def problem(self, path: KeyPath, message: str) -> ScenarioProblem:
-        """Returns a problem with the value at `path`, which is written here."""
+        """Returns the problem `message` with the value at key path `path`, written here."""
         return ScenarioProblem(message, path, self.origin, self.line)
 
 
@@ -146,10 +148,10 @@ class Document:
     value: Any
     """Mappings with text keys, lists, text, numbers, booleans, None."""
     marks: Mapping[KeyPath, Mark] = field(default_factory=dict)
-    """Place where each path is written; empty for a scenario that was not read from a file."""
+    """Key path -> where its value is written; empty if the scenario was not read from a file."""
 
     def mark(self, path: KeyPath) -> Mark:
-        """Returns where `path` is written or, if it is absent, where its nearest parent is."""
+        """Returns where `path` or its nearest parent is written; an empty Mark if none is."""
         # What is missing has no mark; errors then point at the section where it should be.
         for end in range(len(path), -1, -1):
             if path[:end] in self.marks:
@@ -157,11 +159,11 @@ class Document:
         return Mark("")
 
     def problem(self, path: KeyPath, message: str) -> ScenarioProblem:
-        """Returns a problem with the value at `path`, and where that value is written."""
+        """Returns the problem `message` with the value at `path`, and where it is written."""
         return self.mark(path).problem(path, message)
 
     def part(self, path: KeyPath) -> Document:
-        """Returns what stands at `path`, which has to exist, as a document of its own."""
+        """Returns the value at `path` as a document of its own; LookupError if nothing is there."""
         value = self.value
         for key in path:
             value = value[key]
@@ -170,7 +172,7 @@ class Document:
         return Document(value, marks)
 
     def without(self, path: KeyPath) -> Document:
-        """Returns a copy without what stands at `path`, one or more keys of mappings."""
+        """Returns a copy without the value at `path` (keys of mappings), if there is one."""
         marks = {at: mark for at, mark in self.marks.items() if at[: len(path)] != path}
         return Document(_prune(self.value, path), marks)
 

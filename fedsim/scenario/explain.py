@@ -69,9 +69,10 @@ class _Finding:
 def explain(
     error: ValidationError, value: Any, keys_at: Callable[[KeyPath], Iterable[str]]
 ) -> list[tuple[KeyPath, str]]:
-    """Returns (key path, message) of each thing that `error` says about `value`.
+    """Returns (key path, message) of each place in `value` where pydantic's `error` finds fault.
 
-    `keys_at(path)` returns the keys that the mapping at `path` may have; messages name the nearest.
+    `value` is what was validated. `keys_at(path)` returns the keys allowed in the mapping at
+    `path`, for messages about unknown keys.
     """
     findings = [_finding(detail, value, keys_at) for detail in error.errors(include_url=False)]
     # Of a union's alternatives, the one that matched further in says what is wrong.
@@ -96,7 +97,7 @@ def _look_up(value: Any, path: KeyPath) -> Any:
 
 
 def unknown_key(key: str, choices: Iterable[str]) -> str:
-    """Returns the message about an unknown `key`, with the nearest of `choices`, or all."""
+    """Returns the message that `key` is unknown, with the most similar of `choices`, or all."""
     choices = list(choices)
     hint = nearest(key, choices)
     if hint:
@@ -108,7 +109,8 @@ def unknown_key(key: str, choices: Iterable[str]) -> str:
 def show(value: Any) -> str:
     """Returns `value` as messages show it: text in quotes, truth values as `true` and `false`.
 
-    A mapping or list is named without its content; long text is cut, and its length told.
+    A mapping or list is named without its content. Text of more than 60 characters is cut to 40,
+    and its length told.
     """
     if value is None:
         return "nothing (null)"
@@ -205,7 +207,7 @@ def _hint(expected: str, value: Any) -> str:
 
 
 def known_keys(model: type[BaseModel]) -> Callable[[KeyPath], tuple[str, ...]]:
-    """Returns a function from a key path below `model` to the keys that may stand there."""
+    """Returns a function from key paths within `model` to the keys allowed there, perhaps none."""
 
     def keys_at(path: KeyPath) -> tuple[str, ...]:
         annotations: list[Any] = [model]

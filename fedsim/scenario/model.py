@@ -33,7 +33,10 @@ Positive = Annotated[float, Field(gt=0, lt=1e12)]
 
 
 class ScenarioSection(BaseModel):
-    """Base of every section: frozen, unknown keys refused, finite numbers only, no coercion."""
+    """Base of every section of a scenario; instances are frozen.
+
+    A ValidationError refuses unknown keys, numbers that are not finite, and values of another type.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -45,25 +48,29 @@ class ScenarioSection(BaseModel):
 
 
 class PluginRef(ScenarioSection):
-    """A plugin by name, with its parameters as the plugin's own class resolved them.
+    """Names a plugin, with its parameters.
 
     Neither is checked here: `resolve_plugin` makes one of what a user writes.
     """
 
     name: str
+    """Name of its entry point, as `fedsim list` shows it."""
     parameters: dict[str, Any] = {}
+    """Parameter -> value, in the types of JSON; those left out have the plugin's defaults."""
 
 
 class Partition(ScenarioSection):
-    """Division of the training set among clients; keys of other divisions are None."""
+    """Division of the training examples among clients; keys of other divisions are None."""
 
     name: Literal["iid", "dirichlet", "shards", "natural", "file"] = "iid"
+    """`iid`: equal parts at random. `dirichlet`: each class in proportions from Dir(alpha).
+    `shards`: cuts of the set sorted by class. `natural`: as the source knows. `file`: by `path`."""
     alpha: Positive | None = None
-    """dirichlet: concentration; small is heterogeneous."""
+    """dirichlet: concentration; the smaller, the more clients differ."""
     shards_per_client: Count | None = None
     """shards: how many single-class shards a client holds."""
     path: str | None = None
-    """file: a CSV or JSON file that maps each training index to a client."""
+    """file: CSV with columns `index,client`, or a JSON list with each training example's client."""
 
 
 class Data(ScenarioSection):
@@ -75,32 +82,35 @@ class Data(ScenarioSection):
 
 
 class RateSchedule(ScenarioSection):
-    """Fall of the learning rate over the federation's rounds; a round's local steps share one."""
+    """Fall of the learning rate over the rounds; all local steps of a round have one rate."""
 
     name: Literal["step", "cosine"]
     """`step`: lr times `factor`^k after k times `every` rounds. `cosine`: lr times the half cosine
     that falls from 1 in the first round to `factor` in the last."""
     factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Factor of each fall under `step`, of the last round under `cosine`."""
     every: Count | None = None
-    """step: number of rounds between two falls; None for `cosine`."""
+    """step: number of rounds between two falls, required; None for `cosine`."""
 
 
 class LocalSection(ScenarioSection):
-    """One client's training in one round."""
+    """Training of one client in one round."""
 
     steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 1
     batch_size: Count = 4
     lr: Positive = 0.1
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of sgd, which starts anew in each round; 0 for the other optimizers."""
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    """Rule of a step, as torch.optim has it, fresh in each round; `momentum` is of sgd."""
+    """Rule of a step, as torch.optim has it, fresh in each round."""
     weight_decay: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
     """Factor of the weights that is added to each gradient; adamw shrinks the weights instead."""
     schedule: RateSchedule | None = None
     """Fall of `lr` over the rounds. Default: none."""
     mode: Mode = "train"
-    """Mode of the model, as of `fedsim.types.LocalTraining`; so are `batches`."""
+    """Mode of the model: under `train`, batch norm takes its statistics from the batch."""
     batches: Batches = "different"
+    """`same`: all steps of a round use one batch. `different`: each step has its own."""
     sampling: Sampling = "without_replacement"
     """How a client draws batches from its n examples. `without_replacement`: `batch_size` in each
     step. `poisson`: each with probability batch_size / n. `balls_in_bins`: each in every b-th step
@@ -109,7 +119,7 @@ class LocalSection(ScenarioSection):
 
 
 class Training(ScenarioSection):
-    """The federation's training."""
+    """Training of the federation."""
 
     algorithm: Algorithm | None = None
     """Clients send a gradient (fedsgd) or the change of their weights (fedavg). Default: fedsgd for
@@ -134,6 +144,7 @@ class Federation(ScenarioSection):
     strategy: str = "FedAvg"
     """Class name of a strategy in flwr.serverapp.strategy."""
     strategy_parameters: dict[str, Any] = {}
+    """Keyword arguments of the strategy's class; empty for its defaults."""
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of clients sampled each round (at least one)."""
     timeout: Positive = 600.0
@@ -151,7 +162,7 @@ class Federation(ScenarioSection):
 
     @property
     def budget(self) -> float | None:
-        """Largest ε that the strategy's accountant allows; None without an accountant."""
+        """Largest ε that the strategy's accountant allows; None without accountant or limit."""
         accountant = self.strategy_parameters.get("accountant")
         if not isinstance(accountant, Mapping):
             return None
@@ -160,15 +171,13 @@ class Federation(ScenarioSection):
 
 
 class AttackEntry(ScenarioSection):
-    """An attack to run on every recorded observation.
-
-    As in a `PluginRef`, `name` and `parameters` are not checked here.
-    """
+    """An attack to run on every recorded observation; `PluginRef` says more of its name."""
 
     name: str
     label: Slug | None = None
     """Distinguishes two entries of the same attack; default: the name."""
     restarts: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Number of runs from different starting points, of which that of least own loss counts."""
     blind: bool = False
     """Whether the attack is not told of the defenses and takes the update for an undefended one. A
     model that a defense alters, and the number of local steps, it still knows."""
@@ -176,12 +185,12 @@ class AttackEntry(ScenarioSection):
 
 
 class Observe(ScenarioSection):
-    """Settings of which updates are recorded. Each is also attacked and scored."""
+    """Settings of which updates are recorded; each of these is also attacked and scored."""
 
     rounds: Annotated[list[Annotated[int, Field(ge=1)] | Literal["last"]], Field(min_length=1)] = [
         "last"
     ]
-    """Rounds that are recorded, counted from 1."""
+    """Rounds that are recorded, counted from 1; `last` is the final one."""
     vantages: Annotated[list[Watcher], Field(min_length=1)] = ["server"]
     """Observers whose view is recorded. `server` sees what it decodes. `client`: each of `clients`
     sees the global models that it receives, and takes its own update off. `eavesdropper` sees the
@@ -189,14 +198,14 @@ class Observe(ScenarioSection):
     clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | Literal["all"] = [
         0
     ]
-    """Clients whose updates server and eavesdropper see, and that look as `client`; from 0."""
+    """Clients, from 0, whose updates server and eavesdropper see, and that watch as `client`."""
     batch_sizes: Annotated[list[Count], Field(min_length=1)] | None = None
     """Sizes of the batches of probes. Each observed client answers one probe per size and trial
     besides its training update, so that leakage can be compared across sizes. None: the training
     update itself is recorded. In a table, a probe of size b has each of the client's n rows with
     probability b / n, independently."""
     trials: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Independent batches per (round, client, batch size)."""
+    """Number of independent batches per (round, client, batch size)."""
     releases: Annotated[int, Field(ge=1, le=10_000)] = 1
     """How often each probe is asked for, with the same batch at the same weights. The server
     records the mean, over which a defense's randomness averages out; the ledger counts every
@@ -212,7 +221,7 @@ class Observe(ScenarioSection):
 
 
 class Privacy(ScenarioSection):
-    """Settings of the ledger, which states the claim."""
+    """Settings of the ledger, which computes the ε that is claimed."""
 
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """δ at which each ε is stated."""
@@ -225,7 +234,7 @@ class Privacy(ScenarioSection):
 
 
 class Audit(ScenarioSection):
-    """Settings by which canaries try every stack's claim, besides the run (`fedsim.audit`)."""
+    """Settings of an audit, which tests every stack's claimed ε by canaries, beside the run."""
 
     method: AuditMethod = "two_worlds"
     """`two_worlds`: one canary in many trainings of one client. `one_run`: many canaries in one run
@@ -238,10 +247,10 @@ class Audit(ScenarioSection):
 
 
 class Scoring(ScenarioSection):
-    """Settings of the score of reconstructions."""
+    """Settings by which answers of attacks are compared with the truth."""
 
     lpips_weights: str | None = None
-    """Path of the backbone's weights for LPIPS; else they are used if torchvision has them."""
+    """Path of the backbone's weights for LPIPS; None: those that torchvision has here, if any."""
     lpips_backbone: Literal["alex", "vgg", "squeeze"] = "alex"
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Confidence of the intervals that the report shows."""
@@ -251,12 +260,14 @@ class Scenario(ScenarioSection):
     """Everything that determines a run: same scenario, same bytes."""
 
     name: Slug
+    """Name of the run, which is also a safe file name."""
     description: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of data, weights, batches and noise. Whoever knows it can draw the noise again."""
     attack_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of what attacks draw. Attacks are handed this seed, and not `seed`."""
     device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = "cpu"
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if there is one."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Threads that a training, and each attack, computes on. Their number decides in which order
     floats are summed, so it is the scenario's and not the machine's."""

@@ -40,10 +40,11 @@ _SCALARS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
 
 
 def read(path: str | Path) -> Document:
-    """Reads the scenario file at `path`, without validating it.
+    """Reads the scenario file at `path`, YAML 1.2 in UTF-8, without validating it.
 
     Raises:
-        ScenarioError: the file cannot be read, is not UTF-8 or not YAML, or is beyond the limits.
+        ScenarioError: it cannot be read, is no such YAML, has over 1,000,000 bytes, over 50,000
+            values or over 32 levels.
     """
     origin = str(path)
     try:
@@ -63,7 +64,10 @@ def read(path: str | Path) -> Document:
 
 
 def parse_yaml(text: str, origin: str, *, lines: bool = True) -> Document:
-    """Reads `text` as a document; a ScenarioError names `origin` and, if `lines`, the line."""
+    """Reads the YAML `text` as a document; a ScenarioError refuses what `read` refuses.
+
+    Errors name `origin`, the source of the text, and the line unless `lines` is False.
+    """
     builder = _Builder(origin, lines)
     try:
         return builder.document(yaml.parse(text, Loader=yaml.SafeLoader))

@@ -37,7 +37,10 @@ def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
 
 
 def resolve_plugin(group: str, written: Document) -> PluginRef:
-    """Resolves a plugin that is written outside of a scenario; a ScenarioError if it is wrong."""
+    """Returns the plugin that `written`, a name or a mapping with `name`, names in `group`.
+
+    All of its parameters are filled in. A ScenarioError says what is wrong with it.
+    """
     resolver = _Resolver(written)
     entry = resolver.plugin(Slot((), group, written.value), ("name",))
     if resolver.problems:
@@ -46,7 +49,10 @@ def resolve_plugin(group: str, written: Document) -> PluginRef:
 
 
 def resolve_section(name: str, written: Document) -> Any:
-    """Returns section `name`, or its default, written alone; a ScenarioError if it is wrong."""
+    """Returns section `name` of the mapping `written`, validated, or its default if it is missing.
+
+    A ScenarioError says that it is wrong, or required and missing.
+    """
     resolver = _Resolver(written)
     section = resolver.section(name, written.value)
     if resolver.problems:
@@ -55,7 +61,7 @@ def resolve_section(name: str, written: Document) -> Any:
 
 
 def as_document(written: Document | Mapping[str, Any] | Scenario) -> Document:
-    """Returns `written` as a document; what YAML cannot write is a ScenarioError."""
+    """Returns `written` as a document, not validated; a ScenarioError if YAML cannot write it."""
     if isinstance(written, Document):
         return written
     return Document(_plain(_as_written(written) if isinstance(written, Scenario) else written))
@@ -73,15 +79,17 @@ def _as_written(scenario: Scenario) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place where a scenario names a plugin of `group`, by `value`: its name, or a mapping."""
+    """Describes a place where a scenario names a plugin."""
 
     path: KeyPath
     group: str
+    """Such as `fedsim.attacks`."""
     value: Any
+    """A name, or a mapping with `name` and parameters, as it is written."""
 
 
 def plugin_slots(value: Any) -> Iterator[Slot]:
-    """Yields the plugins that a scenario in plain values names, wherever its shape allows it."""
+    """Yields the places where `value`, a scenario in plain values, names plugins, if any."""
     if not isinstance(value, Mapping):
         return
     data = value.get("data")
@@ -100,7 +108,7 @@ def plugin_slots(value: Any) -> Iterator[Slot]:
 
 
 def put(value: Any, path: KeyPath, new: Any) -> None:
-    """Replaces what stands at `path` in `value` by `new`, in place; `path` has to exist."""
+    """Sets what stands at `path` in nested `value` to `new`, in place; LookupError if nothing."""
     for part in path[:-1]:
         value = value[part]
     value[path[-1]] = new

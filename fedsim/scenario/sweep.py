@@ -95,7 +95,7 @@ def parameters_of(
         group: The plugin's group, such as `fedsim.attacks`.
         name: The plugin's name.
         settings: Parameters as `name=value`, as on the command line.
-        origin: Source of the name, such as `--attack idlg`, with which errors begin.
+        origin: Source of the name, such as `--attack idlg`, with which errors begin; may be empty.
 
     Raises:
         ScenarioError: the plugin is not installed, or a setting is wrong.
@@ -115,7 +115,10 @@ def parameters_of(
 
 
 def grant_of(words: Sequence[str]) -> Grant:
-    """Returns the grant that words such as `labels=known` make; a ScenarioError refuses others."""
+    """Returns the grant that words such as `labels=known` make; a ScenarioError refuses others.
+
+    Fields that no word names have the values of `Grant()`.
+    """
     grants = _parse_overrides(words, "--grant")
     overrides = [replace(grant, path=("knowledge", *grant.path)) for grant in grants]
     section: Grant = resolve_section("knowledge", _apply_all(Document({}), overrides))
@@ -200,7 +203,7 @@ class Variant(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Name of the variant as of a folder: `training.local.steps=4`; empty for no sweep.
+        """Name of the variant, fit for a folder: `training.rounds=4`; empty if nothing is swept.
 
         Where a value had to be shortened, a digest of the assignment keeps the label unique.
         """
@@ -224,7 +227,7 @@ class _Axis:
 def open_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     """Opens the scenario file at `path` with `overrides` (`key=value`), without validating it.
 
-    An override of a swept key pins it: the key is not swept any more.
+    A later override wins. An override of a swept key pins it: the key is not swept any more.
 
     Raises:
         ScenarioError: the file cannot be read, or an override is wrong.
@@ -239,10 +242,12 @@ def open_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
     """Returns every scenario that `document` stands for; the last list of the sweep varies fastest.
 
-    Without a `sweep:` section there is a single one, with an empty assignment.
+    The `sweep` maps key paths to lists of values. Without it there is a single scenario, with an
+    empty assignment.
 
     Raises:
-        ScenarioError: the sweep, or one of its scenarios, is wrong. All problems are listed.
+        ScenarioError: the sweep, or one of its scenarios, is wrong, or there are over 1,000. All
+            problems are listed.
     """
     document = as_document(document)
     axes, problems = _axes(document)
@@ -287,7 +292,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
 def locate(document: Document, error: FedsimError) -> ScenarioError:
     """Returns `error` as a ScenarioError that says where in `document` the fault is written.
 
-    The place is known if the message begins with a key path, such as `data.clients: `.
+    The place is known if the message begins with a key path, such as `data.clients: `. A
+    ScenarioError is returned as it is.
     """
     if isinstance(error, ScenarioError):
         return error
