@@ -28,11 +28,11 @@ from fedsim.words import format_claim, number_of
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """Holds a scenario with its data, of which nothing was refused."""
+    """Holds what `accept` returns: one scenario with its loaded data, all checks of it passed."""
 
     scenario: Scenario
     variant: Mapping[str, Any]
-    """Keys that the sweep assigns, and their values in this variant."""
+    """Key path that the sweep assigns -> its value in this variant; empty without a sweep."""
     label: str
     """Name of the variant; empty without a sweep."""
     place: str
@@ -40,12 +40,17 @@ class Accepted:
     deployed: Deployed | None
     """Facts about clients on other machines; None if clients run in this machine's processes."""
     servers: Mapping[str, Server]
-    """Stack -> its federation's computation, or what is known here of one that runs elsewhere."""
+    """Stack's name -> its `Workload`, which holds all clients' data; with `deployed`, a `Server`
+    without any."""
     claims: Mapping[str, PrivacyClaim]
-    """Stack -> privacy claim after all rounds, by the ledger."""
+    """Stack's name -> privacy claim after all rounds, by the ledger."""
 
     def lines(self) -> list[str]:
-        """Returns lines of text: what privacy depends on, and what each defended stack claims."""
+        """Returns what a user reads before a run, as lines of text.
+
+        They state the counts of data, rounds, local steps and probes, on which privacy depends.
+        Last comes `describe_claim` of each stack that has a defense.
+        """
         scenario = self.scenario
         first = next(iter(self.servers.values()))
         held, schedule = first.census.held, first.schedule
@@ -83,7 +88,10 @@ class Accepted:
 
 
 def describe_left_out(described: Dataset | Table) -> list[str]:
-    """Returns at most one line, on files or columns that the data source found and did not use."""
+    """Returns one line on the files or columns that the data source found and did not use.
+
+    The list is empty if it used all.
+    """
     if not described.left_out:
         return []
     total = sum(count for _, count in described.left_out)
@@ -93,7 +101,10 @@ def describe_left_out(described: Dataset | Table) -> list[str]:
 
 
 def describe_near_copies(server: Server) -> list[str]:
-    """Returns at most one line, on images of observed clients here that nearly copy public ones."""
+    """Returns one line on how many images of observed clients nearly copy public images.
+
+    The list is empty without such images, for rows of a table, and for clients that are elsewhere.
+    """
     if not isinstance(server, Workload) or not isinstance(server.dataset, Dataset):
         return []
     if server.dataset.columns:
@@ -108,7 +119,10 @@ def describe_near_copies(server: Server) -> list[str]:
 
 
 def describe_claim(server: Server, claim: PrivacyClaim) -> str:
-    """Returns one line on a stack's ε, and on the noise that was found for a requested ε."""
+    """Returns one line on the ε that `claim` states for the stack of `server`.
+
+    It names the reason of an ε of ∞, and the noise that was found for each requested ε.
+    """
     found = [
         f"noise_multiplier {multiplier:g} for epsilon {target.epsilon:g}, "
         for target, multiplier in spending.found_noises(server.stack)
@@ -128,10 +142,16 @@ def validate(
     """Checks everything that a run checks before its work, and writes nothing.
 
     The data are loaded, and two local steps are tried behind each stack. Nodes of a federation over
-    a network are not asked: clients hold what the scenario's own source deals to them. `overrides`
-    are `a.b=value` assignments to a file's keys. There is an entry for each variant of a sweep, in
-    its order. A FedsimError says why a run would refuse the scenario. Unless `quiet`, progress of
-    slow claims is shown.
+    a network are not asked: clients hold what the scenario's own source deals to them. The list has
+    an entry for each variant of a sweep, in its order, and one without a sweep.
+
+    Args:
+        scenario: Path of a scenario file, its content as plain values, or a `Scenario`.
+        overrides: `a.b=value` assignments to a file's keys; only a path takes them.
+        quiet: Whether to show no progress of slow claims on the standard error.
+
+    Raises:
+        FedsimError: a run would refuse the scenario, for the reason that the message states.
     """
     document = open_scenario(scenario, overrides)
     variants = expand(document)
@@ -145,7 +165,12 @@ def validate(
 def open_scenario(
     scenario: str | Path | Mapping[str, Any] | Scenario, overrides: Sequence[str]
 ) -> Document | Mapping[str, Any] | Scenario:
-    """Returns the document of a file with `overrides` of its keys, or another scenario as it is."""
+    """Opens a scenario file with `overrides` (`a.b=value`); returns any other scenario as it is.
+
+    Raises:
+        ScenarioError: the file cannot be read, or an override is wrong.
+        FedsimError: there are overrides of a scenario that is no file.
+    """
     if isinstance(scenario, str | Path):
         return open_document(scenario, overrides)
     if overrides:
@@ -155,9 +180,10 @@ def open_scenario(
 
 @contextmanager
 def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator[None]:
-    """Raises a FedsimError of the block as a ScenarioError with its place in a Document's file.
+    """Turns a FedsimError inside its `with` block into a ScenarioError that names the file.
 
-    Its line is known if the text begins with a key path. Other scenarios' errors pass unchanged.
+    The line is named, too, if the message begins with a key path, such as `data.clients: `. If
+    `document` is no `Document`, the error passes unchanged.
     """
     try:
         yield
@@ -166,22 +192,31 @@ def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator
 
 
 def place_of(index: int, variants: Sequence[Variant]) -> str:
-    """Returns the place of variant `index` from 0, as `2/4 ` for 1; empty without a sweep."""
+    """Returns the prefix of stages of `variants[index]`: `2/4 ` for index 1 of a sweep of four.
+
+    It is empty without a sweep.
+    """
     return f"{index + 1}/{len(variants)} " if variants[index].label else ""
 
 
 def accept(
     variant: Variant, place: str, *, quiet: bool, out: Path | None = None, link: Link | None = None
 ) -> Accepted:
-    """Loads a variant's data, and checks everything about it; a FedsimError refuses it.
+    """Loads a variant's data, and checks everything about it.
+
+    Nodes that are elsewhere are asked over `link` how many examples they hold. Nothing is written.
 
     Args:
         variant: The scenario, with the keys that a sweep assigns.
         place: Prefix of the names of stages, see `Accepted.place`.
-        quiet: Whether to show no progress.
-        out: The run's folder. If None, clients that are elsewhere count as holding what the
-            scenario's own source deals.
-        link: Where the SuperLink to nodes elsewhere is; None for an engine without.
+        quiet: Whether to show no progress and no waiting for nodes on the standard error.
+        out: The run's folder. If None, no node is asked: clients that are elsewhere count as
+            holding what the scenario's own source deals.
+        link: Way to the SuperLink. If None, an engine with nodes elsewhere reads from `out` what
+            an earlier run learned of them.
+
+    Raises:
+        FedsimError: the scenario, its data or this machine do not allow the run.
     """
     scenario = variant.scenario
     # A device that is not there is refused before any data are loaded.

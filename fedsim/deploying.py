@@ -29,19 +29,20 @@ def up(
     """Runs a scenario over a SuperLink, a gate and nodes that are started on this machine for it.
 
     Args:
-        scenario: Path of the scenario file.
-        out: The folder to fill; the nodes' own folders are below it.
-        nodes: Number of clients; default: as the scenario says.
+        scenario: Path of the scenario file, without a sweep.
+        out: The run's folder to fill; node folders are below it in `nodes/`, logs in `network/`.
+        nodes: Number of clients; None: as the scenario says.
         overrides: `a.b=value` assignments to the file's keys.
-        shared_seed: Whether all nodes draw from the scenario's seed, and the truth is collected at
-            the end.
-        resume: See `run`.
-        workers: See `run`.
-        quiet: See `run`.
+        shared_seed: Whether all nodes draw from the scenario's seed, and the truth is collected and
+            attacks are scored at the end. Else `collect` does so later.
+        resume: Whether to continue what an interrupted run of the same scenario left in `out`.
+        workers: Number of processes that attack, see `fedsim.run`.
+        quiet: Whether to show no progress.
 
     Raises:
-        FedsimError: `run` raises it, or a part of the federation does not start.
-        RunFailed: `run` raises it.
+        FedsimError: `fedsim.run` raises it, the file has a sweep, or a part of the federation does
+            not start.
+        RunFailed: `fedsim.run` raises it.
     """
     count = [] if nodes is None else [f"data.clients={nodes}"]
     # Put last, since later overrides win.

@@ -113,12 +113,15 @@ class _JobTape:
 
 
 class ServerTap(FLComponent):  # type: ignore[misc]
-    """Records on the server what each client is sent and answers, before the server's filters."""
+    """Records on the server the models that clients are sent, and the answers as they arrive.
+
+    Models are recorded after the server's filters, answers before them.
+    """
 
     def __init__(self, out: str, max_gib: float = 8.0) -> None:
-        """Makes a component for the server of a job, which records below `out`, in `run-<number>`.
+        """Makes a component for the server of a job, which records in `out/run-<run_id>`.
 
-        What exceeds `max_gib` GiB is left out and counted.
+        A message that would make this folder exceed `max_gib` GiB is left out and counted.
         """
         super().__init__()
         # NVFlare writes a component's arguments to the job, from attributes of the same names.
@@ -126,7 +129,11 @@ class ServerTap(FLComponent):  # type: ignore[misc]
         self._tape = _JobTape(self.out, "server", max_gib)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Records orders once they are filtered, and answers before; ignores other events."""
+        """Records a model that NVFlare is about to send, or an answer that has arrived.
+
+        The events are AFTER_TASK_DATA_FILTER and BEFORE_TASK_RESULT_FILTER; others are ignored. A
+        failure to record is only logged.
+        """
         if event_type == EventType.AFTER_TASK_DATA_FILTER:
             task = fl_ctx.get_prop(FLContextKey.TASK_DATA)
             _guard(lambda: self._tape.note_order(task, fl_ctx, _peer(fl_ctx)))
@@ -137,10 +144,10 @@ class ServerTap(FLComponent):  # type: ignore[misc]
 
 
 class ClientTap(DXOFilter):  # type: ignore[misc]
-    """Records on a client what it is sent and lets out, and keeps what it trained on.
+    """Records on a client the models that it is sent and its answers, and keeps what it trained on.
 
-    As the last of the client's filters of results, it sees what leaves the machine. It changes
-    nothing. Training is seen where the executor computes it in the thread that it is called in.
+    It sees what leaves the machine if it is the last of the client's filters of results. It changes
+    nothing. Training is seen if the executor trains in the thread that calls it.
     """
 
     def __init__(
@@ -153,8 +160,10 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
         """Makes a filter of a client's results.
 
         Args:
-            out: Folder of what is received and answered; None to record neither.
-            witnessed: Folder of what the client trains on, for an auditor; None to keep nothing.
+            out: Folder in which `run-<run_id>` gets what is received and answered; None to record
+                neither.
+            witnessed: Folder in which `run-<run_id>` gets the images and labels that the client
+                trains on, for an auditor; None to keep nothing.
             max_images: Maximum number of distinct images kept of one task; others are counted.
             max_gib: Maximum size of a job in each folder, in GiB.
         """
@@ -167,7 +176,11 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
         self._round = 0
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Notes a task before its execution, and watches its training; ignores other events."""
+        """Records the model of a task before its execution, and watches its training until after.
+
+        The events are BEFORE_TASK_EXECUTION and AFTER_TASK_EXECUTION; others are ignored. A failure
+        to record is only logged.
+        """
         if event_type == EventType.BEFORE_TASK_EXECUTION:
             task = fl_ctx.get_prop(FLContextKey.TASK_DATA)
             self._watch.close()  # an executor that failed leaves its watch open
@@ -180,7 +193,11 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
             self._watch.close()
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> None:
-        """Records the answer `dxo`, and leaves it as it is; a failure to record is only logged."""
+        """Records the client's answer `dxo`, its filters, and what it trained on since the order.
+
+        None is returned, so that NVFlare sends the answer as it is. A failure to record is only
+        logged.
+        """
         filters = _list_filters(fl_ctx, dxo.data_kind)
         client = fl_ctx.get_identity_name()
         # Taken once: an answer without training must not get the steps of an earlier task.
@@ -220,13 +237,13 @@ def _list_filters(context: FLContext, data_kind: str) -> list[DeployedPart]:
 
 
 def node_id(client: str) -> int:
-    """Returns the number that stands for a client's name: 56 bits of its SHA-256 digest."""
+    """Returns the number that recordings have for a client's name: 56 bits of its SHA-256."""
     # Seven bytes stay below 2⁶³, and so fit signed integers of 64 bits.
     return int.from_bytes(hashlib.sha256(client.encode()).digest()[:7])
 
 
 def run_id(context: FLContext) -> int:
-    """Returns the number that stands for the id of the context's job."""
+    """Returns the number that recordings have for the id of the context's job, as `node_id`."""
     return node_id(str(context.get_job_id()))
 
 

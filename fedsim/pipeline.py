@@ -54,16 +54,18 @@ def run(
     """Runs a scenario: trains the federations, records, attacks, scores, reports.
 
     Args:
-        scenario: A file, the same as plain values, or a `Scenario`.
-        out: The folder to fill; default `runs/<name>`. A sweep gives each variant a folder in it.
-        overrides: `a.b=value` assignments to a file's keys, as with `--set`.
+        scenario: Path of a scenario file, its content as plain values, or a `Scenario`.
+        out: The folder to fill; None: `runs/<name>` of the working directory. A sweep gives each
+            variant a folder in it.
+        overrides: `a.b=value` assignments to a file's keys, as with `--set`; only a path takes
+            them.
         resume: Whether to continue what an interrupted run of the same scenario left in `out`.
-        workers: Processes of the attack stage; default: cores / threads of the scenario (one on a
+        workers: Number of processes that attack; None: cores / threads of the scenario (one on a
             GPU). Results do not depend on it.
         log: Tools with a local store that figures and pictures are copied to at the end, such as
             `mlflow` or `tensorboard=DIR`. A copy that fails is a warning on the standard error.
         quiet: Whether to show no progress.
-        link: Where the SuperLink is, of an engine whose nodes are elsewhere.
+        link: Way to the SuperLink, for an engine whose nodes are elsewhere; None for all others.
 
     Raises:
         FedsimError: the scenario is refused, another run is at work in `out`, or `out` holds one
@@ -118,18 +120,21 @@ def collect(
     workers: int | None = None,
     quiet: bool = True,
 ) -> Run:
-    """Joins the truth that nodes have kept to a deployed run, then attacks and scores what waited.
+    """Copies the truth that nodes kept into a deployed run, then attacks and scores what waited.
+
+    A recording waits as long as the truth of one of its clients is missing.
 
     Args:
-        folder: The run's folder.
-        homes: Folders of nodes; by default those that `fedsim up` keeps below `folder`.
-        workers: Number of processes that attack, see `run`.
+        folder: Folder of a run whose clients were nodes on a network.
+        homes: Folders of nodes, or copies of them; if empty, those that `fedsim up` keeps below
+            `folder`.
+        workers: Number of processes that attack; None: as in `run`.
         quiet: Whether to show no progress.
 
     Raises:
         FedsimError: `folder` is no deployed run, another run is at work in it, or a home cannot be
             read.
-        RunFailed: the work failed; continue by collecting again.
+        RunFailed: the work failed; another call continues it.
     """
     root = Path(folder)
     paths.writable_folder(root, str(root))

@@ -21,7 +21,10 @@ from rich.progress import (
 
 
 class Display:
-    """Shows bars on a terminal within its `with` block, else plain lines; by default nothing."""
+    """Shows the progress of stages within its `with` block: bars on a terminal, else plain lines.
+
+    They are written to `console`; None shows nothing.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(quiet=True)
@@ -50,7 +53,7 @@ class Display:
         self._bars.stop()
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
-        """Begins a stage called `title` of `total` steps, `done` of which are done."""
+        """Begins a stage called `title` of `total` steps, `done` of which are done already."""
         self._running.clear()
         self._task = self._bars.add_task(title, total=total, completed=done, detail="")
         self._title, self._done, self._total = title, done, total
@@ -59,14 +62,20 @@ class Display:
             self.note(f"{title}: {total - done} of {total} to do")
 
     def advance(self, detail: str) -> None:
-        """Counts one more step of the stage as done, and shows `detail` beside the bar."""
+        """Counts one more step of the stage as done, and shows `detail` beside the bar.
+
+        Without a terminal, this method and `detail` write a line at most every 30 s.
+        """
         if self._task is not None:
             self._bars.update(self._task, advance=1, detail=detail)
         self._done += 1
         self._tell(detail)
 
     def detail(self, key: str, text: str) -> None:
-        """Shows `text` of the running step `key`; the last two steps that reported are shown."""
+        """Shows `text` as what step `key` of the stage, which runs, reports now.
+
+        The two steps that reported last are shown; `key` is any name that tells steps apart.
+        """
         # Taken out and put in again, it stands last: the two steps that reported last are shown.
         self._running.pop(key, None)
         self._running[key] = text
@@ -77,7 +86,7 @@ class Display:
         self._tell(text)
 
     def note(self, text: str) -> None:
-        """Writes a line of text above the bar."""
+        """Writes `text` at once as a line of its own, above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _tell(self, detail: str) -> None:
@@ -95,15 +104,17 @@ _PATIENCE, _EVERY = 1.0, 5.0
 
 
 def display(quiet: bool) -> Display:
-    """Returns a display on standard error, which shows nothing if `quiet`."""
+    """Returns a `Display` on the standard error; it shows nothing if `quiet`."""
     return Display(Console(stderr=True, quiet=quiet))
 
 
 @contextmanager
 def report_work(title: str, of: str = "a curve", quiet: bool = False) -> Iterator[None]:
-    """Prints `title` and the share of work (`numerics.work`) done in its block, after a second.
+    """Prints how much of a privacy computation inside its `with` block is done.
 
-    `of` names the work in these lines, which go to stderr every 5 s; `quiet` prints none.
+    Lines such as `TITLE: 40% of a curve` go to the standard error after one second, and then every
+    5 s. `of` names the work in them. Only work that tells `fedsim.privacy.numerics.work` counts.
+    `quiet` prints nothing.
     """
     from fedsim.privacy.numerics import work
 

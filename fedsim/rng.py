@@ -38,23 +38,27 @@ _BELOW_ONE = 1 - 2.0**-53
 
 
 def derive(seed: int, *path: str | int) -> int:
-    """Returns a 63-bit seed for the stream `path` under `seed`, such as `"batch", 1, 0`."""
+    """Returns the seed, in [0, 2^63), of the stream `path` under `seed`.
+
+    A path is a name and numbers, such as `"batch", 1, 0`; in it 1 and "1" differ.
+    """
     digest = hashlib.sha256(_text(seed, path)).digest()
     # One bit is dropped, so that the seed fits a signed 64-bit integer.
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def of_bytes(content: bytes) -> int:
-    """Returns a 63-bit seed of `content`, which nobody without the content can derive."""
+    """Returns a seed in [0, 2^63) of `content`, which nobody without the content can derive."""
     # The prefix keeps contents apart from paths, whose text begins with a bracket.
     return int.from_bytes(hashlib.sha256(b"fedsim content\0" + content).digest()[:8], "big") >> 1
 
 
 @final
 class Stream(torch.Generator):
-    """Combines a CPU generator whose whole state is a digest with a keyed cryptographic stream.
+    """Serves torch's functions as a generator on the CPU, and has a cryptographic stream beside it.
 
-    `normal`, `uniform` and `signs` draw from the latter, which torch's own draws do not advance.
+    `normal`, `uniform` and `signs` of this module draw from the cryptographic stream. Draws from
+    one do not advance the other. `generator` and `Stream.secret` make streams.
     """
 
     def __new__(cls, material: bytes) -> Stream:
@@ -62,7 +66,7 @@ class Stream(torch.Generator):
         return super().__new__(cls)
 
     def __init__(self, material: bytes) -> None:
-        """Derives both streams from `material`; neither reveals it, nor the other."""
+        """Derives both streams from the bytes `material`; neither reveals it, nor the other."""
         self.set_state(_mersenne_state(material))
         # Each use of the material has a prefix of its own: neither digest tells anything of the
         # other.
@@ -72,24 +76,25 @@ class Stream(torch.Generator):
 
     @classmethod
     def secret(cls) -> Stream:
-        """Returns a stream of the operating system's randomness, which is written down nowhere."""
+        """Returns a new stream from the operating system's randomness; no seed gives it again."""
         return cls(secrets.token_bytes(_KEY_BYTES))
 
     def keystream(self, count: int) -> bytes:
-        """Returns the next `count` bytes of the cryptographic stream."""
+        """Returns the next `count` bytes of the cryptographic stream, which is advanced by them."""
         # Zeros encrypted in counter mode are the keystream itself.
         return self._keystream.update(bytes(count))
 
 
 def generator(seed: int, *path: str | int) -> Stream:
-    """Returns the stream `path` under `seed` from its beginning; in a path, 1 and "1" differ."""
+    """Returns a new `Stream` at the beginning of the stream `path` under `seed`, see `derive`."""
     return Stream(_text(seed, path))
 
 
 def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Draws float64 values of `shape`, uniform on the (rounded) middles of 2^53 parts of (0, 1).
+    """Draws float64 values of `shape`, uniform on (0, 1) without either end.
 
-    A `Stream` draws from its cryptographic stream; any other generator draws by `torch.rand`.
+    They are the rounded middles of 2^53 equal parts. A `Stream` draws from its cryptographic
+    stream, on the CPU. Any other generator draws by `torch.rand`, on its own device.
     """
     if not isinstance(generator, Stream):
         drawn = torch.rand(
@@ -108,9 +113,10 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 def normal(
     shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Draws standard normal values of `shape`, computed in float64 and returned as `dtype`.
+    """Draws standard normal values of `shape` as `dtype`.
 
-    A `Stream` draws from its cryptographic stream; any other generator draws by `torch.randn`.
+    A `Stream` draws from its cryptographic stream and computes in float64, on the CPU. Any other
+    generator draws by `torch.randn`, on its own device.
     """
     if not isinstance(generator, Stream):
         return torch.randn(tuple(shape), generator=generator, dtype=dtype, device=generator.device)
@@ -127,9 +133,10 @@ def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 @contextmanager
 def global_stream(seed: int) -> Iterator[None]:
-    """Seeds torch's global streams inside the block, and restores all but CUDA's afterwards.
+    """Seeds torch's global generators by `seed` inside its `with` block.
 
-    It serves code that takes no generator, such as module initialization and `F.dropout`.
+    That of the CPU is restored afterwards, those of CUDA are not. It serves code that takes no
+    generator, such as module initialization and `F.dropout`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.set_state(_mersenne_state(_text(seed, ("global",))))
@@ -160,7 +167,11 @@ def _fresh_state() -> bytes:
 
 
 def digest(*parts: Tensors) -> str:
-    """Returns a SHA-256 in hex that only equal `parts` share: names, shapes, types and values."""
+    """Returns a hexadecimal SHA-256 of mappings of tensors, in the order of the arguments.
+
+    Equal digests mean equal names, shapes, types and bytes. Devices and the order of names within
+    a mapping do not matter.
+    """
     found = hashlib.sha256()
     for part in parts:
         # Lengths, names, types and shapes are hashed too, so that different inputs never hash as

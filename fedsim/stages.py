@@ -21,7 +21,10 @@ Finished = Callable[[Job, Result], None]
 
 
 def writer_of(path: Path, row: Callable[[Job, Result], ResultRow], display: Display) -> Finished:
-    """Returns a callback that appends the row of a finished attack to `path` and shows progress."""
+    """Returns a callback (job, result) for `attack`, which writes down what has finished.
+
+    It appends `row(job, result)` to the JSON-lines file `path`, then advances `display`.
+    """
 
     def on_result(job: Job, result: Result) -> None:
         # On the disk before the display says that it is done: a kill loses no finished attack.
@@ -39,14 +42,18 @@ def attack(
     *,
     workers: Workers,
 ) -> None:
-    """Runs and scores every attack, and shows progress.
+    """Runs and scores every attack; reconstructions are written to the run's folder.
 
     Args:
         jobs: The attacks, each on one observation.
-        setting: What the jobs share.
+        setting: What the jobs share, such as the run's folder and the device.
         on_result: Called with each job and its result, in the order in which they end.
-        display: Display of the attacks that are at work.
-        workers: Processes of the stage, within their block.
+        display: Shows the loss of the attacks that are at work; `on_result` has to advance it.
+        workers: Processes of the stage, inside their `with` block.
+
+    Raises:
+        RunFailed: a worker process died.
+        FedsimError: a recording, its truth or the granted images are missing or damaged.
     """
 
     def on_progress(job: Job, at: Progress) -> None:
@@ -63,14 +70,18 @@ def finish(
     *,
     attack_public: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> None:
-    """Completes results.jsonl of a run, draws its pictures, and writes its record.
+    """Sorts results.jsonl of a run and adds its controls, draws pictures, writes record.json.
 
     Args:
         folder: The run's folder.
         facts: Fields of record.json, to which the environment and the peak memory are added.
-        order: Key by which rows are sorted.
-        attack_public: Attacks updates of public images, the control of rows that have no other
-            client's update; by default none.
+        order: Sort key of a row.
+        attack_public: Called with all rows before their controls are computed. It may attack
+            updates of public images, the control of rows without another client's update. By
+            default it does nothing.
+
+    Raises:
+        FedsimError: results.jsonl is damaged.
     """
     path = folder / "results.jsonl"
     # A resumed run may have written a row twice: the last one of a key counts.

@@ -68,14 +68,14 @@ class FedsimError(Exception):
 
 
 class RunFailed(FedsimError):  # noqa: N818 - reads as what happened
-    """A failure after work had begun: finished work is kept, and the command exits with 1."""
+    """A failure after work had begun: finished work is kept, and `fedsim` exits with status 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRule:
-    """Describes how steps of somebody's own training differ from SGD of the mean cross-entropy.
+    """Describes how local steps differ from SGD of the mean cross-entropy.
 
-    Fields without a text are those of torch.optim.
+    Fields without a text are arguments of torch.optim's classes.
     """
 
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
@@ -88,7 +88,7 @@ class StepRule:
     proximal: float = 0.0
     """μ of FedProx: μ times the weights' movement so far is added to each step's gradient."""
     rates: tuple[float, ...] | None = None
-    """Learning rate of each step; None if they are all `lr`."""
+    """Learning rate of each step; None if all are `LocalTraining.lr`."""
     label_smoothing: float = 0.0
     """Share of each label that is spread evenly over all classes, as in torch's cross-entropy."""
     class_weights: tuple[float, ...] | None = None
@@ -99,10 +99,11 @@ class StepRule:
 class LocalTraining:
     """Describes how a client turns a batch into an update; public, as observations declare it.
 
-    `fedsgd`: the update is the gradient of the mean loss over one batch (gradient units).
-    `fedavg`: the update is `weights after - weights before` after `steps` SGD steps (weight units).
-    `lr` and `momentum` are those of torch's SGD, whose momentum starts anew in each round. `mode`
-    is that of the model: under `train`, batch norm takes its statistics from the batch.
+    `fedsgd`: the update is the gradient of the mean loss over one batch (gradient units); `steps`
+    is 1. `fedavg`: it is `weights after - weights before`, after `steps` SGD steps on `batch_size`
+    examples each (weight units). `lr` and `momentum` are those of torch's SGD, whose momentum
+    starts anew in each round. `mode` is that of the model: under `train`, batch norm takes its
+    statistics from the batch.
     """
 
     algorithm: Algorithm
@@ -121,11 +122,11 @@ class LocalTraining:
     dropout: float = 0.0
     """Probability that a hidden neuron of the head is dropped in a step."""
     rule: StepRule | None = None
-    """Rule of steps that are more than SGD of the mean cross-entropy; None for plain SGD."""
+    """Rule of steps that are not SGD of the mean cross-entropy; None for such SGD."""
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether an update is a weighted sum of its steps' gradients, and of nothing else."""
+        """Whether the update is a sum of its steps' gradients, with weights known beforehand."""
         rule = self.rule
         if rule is None:
             return True
@@ -140,15 +141,18 @@ class LocalTraining:
 
     @property
     def num_images(self) -> int:
-        """Number of distinct images of an update (where batches vary: on average)."""
+        """Number of distinct images of an update; where batch sizes vary, the mean number."""
         return self.batch_size * self.distinct_batches
 
     def as_probed(self, batch_size: int) -> LocalTraining:
-        """Returns the training that answers a probe of `batch_size` images, a number all know."""
+        """Returns a copy as a probe is answered: each batch has exactly `batch_size` images."""
         return replace(self, batch_size=batch_size, sampling="without_replacement")
 
     def bins(self, num_examples: int) -> int:
-        """Returns how many bins to deal `num_examples` into, for a mean nearest `batch_size`."""
+        """Returns the number of bins, at least 1, that `balls_in_bins` deals `num_examples` into.
+
+        Their mean size is about `batch_size`.
+        """
         # Halves are rounded up; `round` would take them to the even neighbour.
         return max(1, math.floor(num_examples / self.batch_size + 0.5))
 
@@ -157,9 +161,9 @@ class LocalTraining:
 class Update:
     """Holds what a client releases in a round.
 
-    `tensors`, named and shaped as the global parameters, are the gradient or change of weights of
-    `LocalTraining`, or a closed-form release. `buffers` has the new floating-point buffers (empty
-    for models without), and `num_examples` is the aggregation weight.
+    `tensors`, named and shaped as the global parameters, are the gradient or change of weights that
+    `LocalTraining` describes, or a closed-form release. `buffers` has the new floating-point
+    buffers by name (empty for models without), and `num_examples` is the aggregation weight.
     """
 
     tensors: Tensors
@@ -184,13 +188,13 @@ class InputColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """Describes what a model computes from: float32 entries ("pixels") on [0, 1], normalized."""
+    """Describes a model's input: float32 entries on [0, 1] (pixels or a row's), then normalized."""
 
     input_shape: tuple[int, ...]
     """(C, H, W) of an image, (D,) of a row of a table."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Normalization (x - mean) / std along the first axis, which is public knowledge."""
+    """Normalization (x - mean) / std, one of each per channel (C) or entry of a row (D); public."""
     columns: tuple[InputColumn, ...] = ()
     """Columns of a row, in the order of its entries; empty for images."""
 
@@ -199,7 +203,8 @@ class InputSpec:
 class ModelSpec(InputSpec):
     """Describes a model so that an attacker, who has its code, can build it again.
 
-    `name` and `parameters` are those of the model's plugin, and `num_classes` counts its outputs.
+    `name` is the entry point of the model's plugin, `parameters` are the plugin's fields, and
+    `num_classes` counts the outputs.
     """
 
     name: str
@@ -211,15 +216,15 @@ class ModelSpec(InputSpec):
 
     @property
     def server(self) -> Manipulation:
-        """Server's manipulation of the model."""
+        """Server's manipulation of the model, see `server_of`."""
         return server_of(self.parameters)
 
     def as_model(self, id: str) -> ModelSpec:
-        """Returns the description itself, whatever the observation's `id`."""
+        """Returns this description itself; `id` is not used."""
         return self
 
     def as_release(self, id: str) -> ReleaseSpec:
-        """Raises a FedsimError: observation `id` is a model's update and no release of rows."""
+        """Raises a FedsimError, always: observation `id` is a model's update, not a release."""
         raise FedsimError(
             f"{id} is an update of model {self.name}, and not what a closed-form learner released; "
             "use an attack on updates (`fedsim list attacks`)"
@@ -244,7 +249,7 @@ def server_of(parameters: Mapping[str, Any]) -> Manipulation:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseSpec:
-    """Describes, publicly, how a closed-form release comes from rows.
+    """Describes, publicly, how learner `learner` of `parameters` computes a release from rows.
 
     It does not say how many rows there are: that would tell whether one of them is there.
     """
@@ -252,6 +257,7 @@ class ReleaseSpec:
     learner: str
     parameters: Mapping[str, Any]
     kind: ReleaseKind
+    """Kind of release, as `fedsim.contracts.guarantee.Release` describes them."""
     columns: int
     """r, the number of columns of the random matrix G; 0 if none is drawn."""
     sigma: float
@@ -281,14 +287,14 @@ class ReleaseSpec:
         return self.kind
 
     def as_model(self, id: str) -> ModelSpec:
-        """Raises a FedsimError: observation `id` is a release of rows and no model's update."""
+        """Raises a FedsimError, always: observation `id` is a release of rows, not an update."""
         raise FedsimError(
             f"{id} is what learner {self.learner} released, and of no model; use an attack that "
             "reads such releases (`fedsim list attacks`)"
         )
 
     def as_release(self, id: str) -> ReleaseSpec:
-        """Returns the description itself, whatever the observation's `id`."""
+        """Returns this description itself; `id` is not used."""
         return self
 
 
@@ -310,8 +316,8 @@ class Noise:
     """`step`: the direction of each local step (a gradient). `update`: a client's update. `sum`:
     the sum of all clients' updates, to which the server adds it."""
     correlation: float = 0.0
-    """λ in [0, 1) of z_t - λ z_(t-1), where z_t has this variance and z_0 = 0. t counts a client's
-    steps over all rounds or, on a `sum`, the rounds."""
+    """λ in [0, 1) of the noise z_t - λ z_(t-1), where z_t has this variance and z_0 = 0. t counts a
+    client's steps over all rounds or, on a `sum`, the rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,7 +414,7 @@ class Effect:
         return not altered and not self.batch and not self.noisy
 
     def then(self, after: Effect) -> Effect:
-        """Returns the effect of this defense followed by one of effect `after`."""
+        """Returns the joint effect of a defense with this one and, behind it, one with `after`."""
         bounds = [bound for bound in (self.bound, after.bound) if bound is not None]
         cuts = [cut for cut in (self.truncated, after.truncated) if cut is not None]
         # Where two rules act, a zero no longer says which of them set it: the rule is then
@@ -515,7 +521,7 @@ class Observation:
 
     @property
     def num_images(self) -> int:
-        """Number of images that the observed update was computed from."""
+        """Number of distinct images of the update, on average where batch sizes vary."""
         return self.training.num_images * self.num_clients
 
 
@@ -545,14 +551,15 @@ class Truth:
     """Holds what clients really used. It goes to the score, never to an attack."""
 
     asked_singly: ClassVar[bool] = False
+    """Whether attacks are asked about one row of it at a time."""
     more: Tensors = field(default_factory=dict)
-    """Part of a target -> further truth that it had clients leave."""
+    """Part of a target -> further truth that it had clients leave (`Target.leave`)."""
     local_losses: Tensor | None = None
     """(2,) mean cross-entropy on the batch before and after local training, without update
     defenses; the mean over clients. None for a single gradient, and where nothing is trained."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all recorded tensors of the truth by name."""
+        """Returns all tensors that are recorded, by field or by name in `more`, without None."""
         import torch
 
         # Files hold tensors alone, so that `classes` of rows travels as one; `of` makes it an int
@@ -566,7 +573,11 @@ class Truth:
 
     @staticmethod
     def of(tensors: Tensors) -> Truth:
-        """Builds the truth of these `tensors`: of rows if they have `members`, else of a batch."""
+        """Builds a truth from what its method `tensors` returned; other names go to `more`.
+
+        It is a RowTruth if there are `members`, else a GroundTruth. A field that is missing raises
+        a TypeError.
+        """
         # Files do not say what they hold: only a truth of rows has to say who took part.
         kind = RowTruth if "members" in tensors else GroundTruth
         known = {each.name for each in fields(kind)} - {"more"}
@@ -577,7 +588,7 @@ class Truth:
         return kind(**own, more=more)
 
     def victims(self) -> Tensor:
-        """Returns the attacked examples along the first axis; only subclasses implement it."""
+        """Returns the attacked examples along the first axis, as a subclass implements it."""
         raise NotImplementedError
 
 
@@ -654,8 +665,9 @@ class Reconstruction:
     them, are right: they reproduce the observation to rounding, are determined, and no other answer
     was found that does. None where the attack offers no certificate."""
     loss: float
-    """Value of the attack's own objective at the returned point, the only basis of selection."""
+    """Value of the attack's own objective at the answer; of several restarts, the least wins."""
     iterations: int
+    """Number of iterations of the attack's optimizer; 0 without one."""
 
     def parts(self) -> dict[str, Tensor]:
         """Returns part -> answer (`images`, `labels`, ...), without parts that have no answer."""
@@ -663,7 +675,7 @@ class Reconstruction:
         return {name: part for name, part in {**own, **self.more}.items() if part is not None}
 
     def with_parts(self, parts: Tensors) -> Reconstruction:
-        """Returns a copy with `parts` added, or in the place of answers of the same names."""
+        """Returns a copy with `parts` (part -> answer) added, or replacing answers of that name."""
         own: dict[str, Any] = {name: part for name, part in parts.items() if name in _PARTS}
         more = {name: part for name, part in parts.items() if name not in _PARTS}
         return replace(self, **own, more={**self.more, **more})
@@ -676,8 +688,7 @@ _PARTS = ("images", "labels", "features", "rows", "membership")
 class Dataset:
     """Holds labelled inputs of a model in memory, on the CPU: images, or rows of a table.
 
-    Images are uint8 so that CIFAR-sized sets stay small. Label k stands for `classes[k]`. The test
-    split has the shapes and types of the training split.
+    Label k stands for `classes[k]`. The test split has the shapes and types of the training split.
     """
 
     name: str
@@ -730,7 +741,10 @@ class Dataset:
         return self.train_images
 
     def examples_at(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns inputs (n, ...) on [0, 1], labels (n,) of training examples `indices` (n,)."""
+        """Returns inputs (n, ...) float32 on [0, 1], and labels (n,), of examples `indices` (n,).
+
+        The indices, int64 from 0, count training examples.
+        """
         return as_pixels(self.train_images[indices]), self.train_labels[indices]
 
     @property
@@ -772,7 +786,7 @@ class Table:
     """Holds a tabular data source in memory: rows of bounded norm, ending with the target.
 
     The bound is public: it follows from declared ranges, since one that is read from the rows is no
-    part of a proof of privacy. A longer training row is refused; test rows may be longer.
+    part of a proof of privacy. A longer training row raises a FedsimError; test rows may be longer.
     """
 
     noun: ClassVar[str] = "row"
@@ -838,7 +852,10 @@ class Table:
         return ((self.test_rows[:, -1] + 1) / 2 * (len(self.classes) - 1)).round().long()
 
     def labelled(self) -> Dataset:
-        """Returns features on [0, 1] and classes; a FedsimError if the target is a quantity."""
+        """Returns features (N, D) on [0, 1] with classes as labels, for training a model.
+
+        A target that is a quantity raises a FedsimError.
+        """
         labels = self.test_classes
         if self.classes is None or labels is None:
             raise FedsimError(
@@ -881,7 +898,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyClaim:
-    """States what a defense stack guarantees: `epsilon` at `delta`, found as `accountant` says.
+    """States what a defense stack guarantees: `epsilon` at `delta`, by the method `accountant`.
 
     ε is ∞ unless the stack is a known mechanism. If nothing is proven, `delta`, `accountant`,
     `unit` and `relation` are None.

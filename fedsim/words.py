@@ -11,7 +11,7 @@ from typing import Any
 
 
 def number_of(count: int, noun: str, plural: str = "") -> str:
-    """Words a count: `1 image`, `2 images`; `plural` is for nouns that take more than an s.
+    """Words a count: `1 image`, `2 images`; an empty `plural` is the noun and an s.
 
     >>> number_of(1, "row"), number_of(0, "row"), number_of(2000, "batch", "batches")
     ('1 row', '0 rows', '2,000 batches')
@@ -20,7 +20,7 @@ def number_of(count: int, noun: str, plural: str = "") -> str:
 
 
 def in_trials(count: int, n: int) -> str:
-    """Words in how many of `n` trials something happened.
+    """Words in how many of `n` trials something happened; `count` is at most `n`.
 
     >>> in_trials(3, 3), in_trials(2, 3), in_trials(2, 2), in_trials(1, 1)
     ('in all 3 trials', 'in 2 of 3 trials', 'in both trials', 'in the only trial')
@@ -31,7 +31,7 @@ def in_trials(count: int, n: int) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Replaces what would move a terminal's cursor, or colour it, by spaces.
+    r"""Replaces every character that cannot be printed, such as a line's end or ESC, by a space.
 
     >>> printable("a\x1b[31mb")
     'a [31mb'
@@ -40,7 +40,7 @@ def printable(text: str) -> str:
 
 
 def join(values: Iterable[object]) -> str:
-    """Joins at least one value by commas, and the last one by `and`.
+    """Joins values by commas, and the last one by `and`; none at all raise a ValueError.
 
     >>> join("a"), join("ab"), join("abc")
     ('a', 'a and b', 'a, b and c')
@@ -50,7 +50,7 @@ def join(values: Iterable[object]) -> str:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?` for the choice nearest to `word`, or an empty text."""
+    """Returns `; did you mean 'x'?` for the choice most like `word`; empty if none is like it."""
     choices = list(choices)
     # Reversed, so that of choices that differ in case alone the first one stays.
     lowered = {choice.lower(): choice for choice in reversed(choices)}
@@ -118,7 +118,7 @@ NO_DIFFERENTIAL_PRIVACY = ("relative", "close")
 
 
 def describe_variant(variant: Mapping[str, Any]) -> str:
-    """Formats a variant as `training.mode=eval, …`; empty for a run outside of a sweep."""
+    """Formats key path -> value of a sweep's variant as `training.mode=eval, …`; empty for none."""
     return ", ".join(f"{key}={describe_value(value)}" for key, value in variant.items())
 
 
@@ -127,10 +127,9 @@ _READABLE = 8
 
 
 def describe_value(value: object) -> str:
-    """Formats a parameter's value as JSON does, but text without quotes, and long floats rounded.
+    """Formats a parameter's value for readers: as JSON, but text without quotes.
 
-    Floats of more than 8 characters have four significant digits, so that the value cannot be read
-    back.
+    Floats of more than 8 characters are rounded to four significant digits.
     """
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return f"{value:.4g}" if isinstance(value, float) and len(text) > _READABLE else text
