@@ -42,14 +42,17 @@ class Forecast:
     """The expected gain of attacks on one kind of update, where the formula tells it."""
 
     stack: str
+    """Name of the defense stack."""
     rounds: tuple[int, ...]
-    """Rounds whose weights the forecast was computed at."""
+    """Rounds, from 1, whose weights the forecast was computed at."""
     batch_size: int
+    """Number of images in each local step."""
     num_images: int
-    """Images that the update was computed on, all clients and steps together."""
+    """Number of images behind the update, all clients and steps together."""
     indicators: tuple[Indicator, ...]
     estimate: Estimate
     first_attack: str
+    """Name of the installed attack to begin with."""
     beyond: str
     """What `first_attack` does, as a verb phrase, where the formula does not cover it; else empty.
     The formula covers matching gradients and reading a closed form."""
@@ -63,7 +66,7 @@ class Forecast:
 
     @property
     def band(self) -> Band | None:
-        """Interval (low, high), dB, in which a gain is expected; None where there is a `reason`."""
+        """Interval (low, high), dB, in which `gain` is expected; None where there is a `reason`."""
         return None if self.reason else band_of(self.estimate.gain)
 
     @property
@@ -102,7 +105,11 @@ class Forecast:
         }[self.attackable]
 
     def as_row(self) -> dict[str, Any]:
-        """Returns all fields, and the `Estimate`'s (`gain` as `matching_gain`), for JSON."""
+        """Returns a row for JSON: fields and properties by name, and those of the `Estimate`.
+
+        Its `gain` is `matching_gain`, its `images` are `images_computed`, and `ceiling` and
+        `beyond` are left out. `gain`, `band` and `reason` may be None.
+        """
         return {
             "stack": self.stack,
             "rounds": list(self.rounds),
@@ -126,7 +133,10 @@ class Forecast:
 
 
 def band_of(gain: float) -> Band:
-    """Returns (low, high), dB, between which a gain is measured where `gain` is forecast."""
+    """Returns (low, high), dB, between which gains were measured where `gain` dB was forecast.
+
+    They are gain / 2 - 2, at least 0, and 2 gain + 2, at most 54.
+    """
     low = max(0.0, gain / _FACTOR - _MARGIN)
     return low, min(MOST_GAIN + 2 * _MARGIN, gain * _FACTOR + _MARGIN)
 
@@ -146,7 +156,11 @@ def _format_gain(gain: float) -> tuple[str, str]:
 
 
 def forecast(plan: UpdatePlan) -> Forecast:
-    """Forecasts `plan` from gradients of stand-ins; infinite or NaN weights are a FedsimError."""
+    """Forecasts the gain of attacks on `plan` from gradients of its stand-in images.
+
+    Raises:
+        FedsimError: weights are infinite or NaN, or the model cannot be built here.
+    """
     for each in plan.observations:
         for name, weights in each.parameters.items():
             if not torch.isfinite(weights).all():
@@ -205,7 +219,11 @@ _NO_IMAGES = "of an attack that recovers features or labels and no image, none i
 
 
 def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
-    """Returns `forecasts`, at least one, as text: gains, indicators of the worst, and a verdict."""
+    """Returns `forecasts`, at least one, as lines of text up to `width` characters long.
+
+    They are a table of all gains (its lines may be longer), then indicators and verdict of the
+    forecast with the largest gain.
+    """
     worst = max(forecasts, key=lambda each: each.estimate.gain)
     lines = [f"{'defense':16} {'B':>3} {'images':>6}  {'attackable':10} {'gain dB':>18}  first"]
     for each in forecasts:
@@ -254,7 +272,7 @@ class Indicator:
     value: str
     """The value as people read it."""
     number: float | None
-    """The value as a number; None where it is a word."""
+    """The value as a number; None where it is a word. Names and values tell its unit."""
     helps: Advantage
     """Side that the property helps: `attacker`, `client` or `neither`."""
     why: str

@@ -79,12 +79,12 @@ def _rows_are_the_image(plan: UpdatePlan) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Disturbance:
-    """An update y that is seen of a computed one u, as y / scale = u + error + noise."""
+    """What defenses make of a computed update u: y, seen, with y / scale = u + error + noise."""
 
     scale: float
-    """The factor of clipping; 1 where nothing is scaled."""
+    """The factor of clipping, above 0 to 1; 1 where nothing is scaled."""
     error: Tensor | None
-    """(m,): what is done beside scaling and noise; None where that is nothing."""
+    """(m,) float64 change beside scaling, with m entries of an update. None where noise is all."""
     std: float
     """Standard deviation of noise in an entry of y / scale; 0 where `error` includes it."""
 
@@ -92,16 +92,17 @@ class Disturbance:
 def disturbance(
     plan: UpdatePlan, observation: Observation, model: Classifier, images: Tensor, labels: Tensor
 ) -> Disturbance:
-    """Returns what a plan's stack does to the update of a batch, in the order of `UpdateMap`.
+    """Returns what a plan's stack does to the update of a batch.
 
-    Noise is not drawn where it is all, so that larger noise is never a smaller disturbance.
+    Entries are in the order of `observation.parameters`.
 
     Args:
-        plan: the stack, and the training before its defenses.
-        observation: one of the plan's, whose weights the update starts from.
-        model: the observation's model; it is set to float32.
-        images: normalized images (N, C, H, W), of all clients one after another.
-        labels: (N,) classes of `images`.
+        plan: Plan with the stack, and the training before its defenses.
+        observation: An observation of the plan, whose weights the update starts from.
+        model: The observation's model; it is set to float32 in place.
+        images: Normalized images (N, C, H, W), of all clients one after another. N is a multiple
+            of the numbers of clients and of their batches.
+        labels: (N,) int64 classes of `images`.
     """
     effect, clients = observation.effect, observation.num_clients
     altered = _is_altered(effect)
@@ -143,7 +144,7 @@ def disturbance(
 def noise_std(noise: tuple[Noise, ...], training: LocalTraining, clients: int) -> float:
     """Returns the standard deviation of all `noise` in an entry of `clients` clients' mean update.
 
-    `training` is a client's, with what the stack's training defenses changed.
+    `training` is a client's, as the stack's training defenses changed it. The unit is the update's.
     """
     single = training.algorithm == "fedsgd"
     # Variances add up: steps by their squared factors, while
@@ -204,7 +205,11 @@ class _Spectrum:
 
 
 class UpdateMap:
-    """Map U from normalized images (N, C, H, W) to the clients' mean update, (m,) float64."""
+    """Maps normalized images (N, C, H, W) float64 to the clients' mean update: U.
+
+    Called with images and their labels (N,) int64, it returns U's m entries as one (m,) float64
+    vector, in the order of `names`, the parameters' names.
+    """
 
     def __init__(
         self,
@@ -217,11 +222,11 @@ class UpdateMap:
         """Prepares the function.
 
         Args:
-            model: architecture, whatever its weights; it is set to float64.
-            parameters: weights by name.
-            buffers: batch-norm statistics by name.
-            training: local training of a client, whose dropout is left out.
-            clients: number of clients in the mean.
+            model: Architecture, whatever its weights; it is set to float64 in place.
+            parameters: Weights by name, which clients start from.
+            buffers: Batch-norm statistics by name.
+            training: Local training of a client, whose dropout is left out.
+            clients: Number of clients in the mean.
         """
         self._parameters = {n: t.detach().double() for n, t in parameters.items()}
         state = {n: t.double() if t.is_floating_point() else t for n, t in buffers.items()}
@@ -232,7 +237,11 @@ class UpdateMap:
         self.names = tuple(self._parameters)
 
     def tensors(self, images: Tensor, labels: Tensor, *, differentiable: bool = False) -> Tensors:
-        """Returns the mean update by name of clients with equal shares of `images` (N, C, H, W)."""
+        """Returns the mean update, by name, of clients who split `images` evenly, in order.
+
+        `labels` are (N,) int64. If `differentiable`, gradients flow back to the images. The numbers
+        of clients and of their batches have to divide N, else a ValueError may come.
+        """
 
         def direction(parameters: Tensors, x: Tensor, y: Tensor) -> Tensors:
             found = gradient(self._loss, parameters, x, y, create_graph=differentiable)
@@ -251,7 +260,10 @@ class UpdateMap:
         return flat(self.tensors(images, labels), self.names)
 
     def pull_back(self, images: Tensor, labels: Tensor, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the gradient of U'v by `images`, in their shape, for each v (m,) of `vectors`."""
+        """Returns J'v, in the shape of `images`, for each v (m,) float64 of `vectors`.
+
+        J is the derivative of the mean update by the images, and J' its transpose.
+        """
         at = images.detach().requires_grad_()
         update = flat(self.tensors(at, labels, differentiable=True), self.names)
         return [
@@ -343,19 +355,24 @@ class Estimate:
     stall: float
     """t_s, 0 to 1: share of the way from truth to guess at which descents stall."""
     unfinished: float | None
-    """Share of the squared error that is left, 0 to 1; None where descents stall at the guess."""
+    """Share of the guess's squared error, 0 to 1, that noise and a limited number of steps leave;
+    None where descents stall at the guess."""
     ceiling: float | None
-    """dB that noise leaves an attack without a descent; None unless noise is all that is added."""
+    """Gain, dB, that noise leaves an attack without a descent; None unless noise is all that is
+    added."""
     closed_form: bool
     """Whether an attack reads the images off without a search."""
     images: int
-    """Images in the largest update that was computed."""
+    """Number of images, up to `MOST_IMAGES`, in the largest update that was computed."""
     draws: int
     """Number of batches of stand-in images that were averaged over."""
 
 
 def estimate(plan: UpdatePlan) -> Estimate:
-    """Returns the expected gain of the best matching attack on the update of `plan`."""
+    """Returns the expected gain of the best matching attack on the update of `plan`.
+
+    Weights have to be finite. A FedsimError says that the model cannot be built here.
+    """
     steps = plan.training.steps if plan.training.batches == "different" else 1
     clients = max(1, min(plan.first.num_clients, MOST_IMAGES // steps))
     # Powers of two; no batch gains more than a smaller one, nor a sum more than one client.

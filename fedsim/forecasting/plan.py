@@ -36,7 +36,7 @@ class StandIns:
     """Images, on the CPU, that stand in for those of the victims, which no forecast needs."""
 
     pixels: Tensor
-    """(P, C, H, W) in [0, 1]."""
+    """(P, C, H, W) float32 in [0, 1]."""
     labels: Tensor
     """(P,) int64 classes of `pixels`."""
     guess: Tensor
@@ -51,11 +51,13 @@ class UpdatePlan:
 
     stack_name: str
     observations: tuple[Observation, ...]
-    """Observations as an attacker gets them, one a round looked at; `update` may be empty."""
+    """Observations as an attacker gets them, at least one, by round; `update` may be empty."""
     stack: Stack
+    """Defenses that the update passes."""
     declared: LocalTraining
     """The local training before the stack's training defenses."""
     grant: Grant
+    """What the attacker knows beside the observation."""
     stand_ins: StandIns
 
     @property
@@ -80,11 +82,11 @@ class UpdatePlan:
         )
 
     def draw_batch(self, draw: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (normalized images, labels, way from the images to the guess).
+        """Returns batch `draw`, from 0, of stand-ins: images, labels, and guess less images.
 
-        Images and way are (N, C, H, W) float64, and labels are (N,) int64. N is the batch size
-        times the number of clients and of steps with different batches. `draw` numbers the batches.
-        Smaller batches are the beginnings of those of the `largest` size. An image may come again.
+        Both of images are normalized, (N, C, H, W) float64, and labels are (N,) int64. N is the
+        batch size times the number of clients and of steps with different batches. Batches are the
+        beginnings of those of the `largest` size, at least their own. An image may come again.
         """
         steps = self.training.steps if self.training.batches == "different" else 1
         groups = steps * self.first.num_clients
@@ -104,7 +106,7 @@ class UpdatePlan:
 
 
 def synthetic(spec: ModelSpec, seed: int) -> StandIns:
-    """Draws 64 images whose amplitudes fall with frequency, and labels; the guess is grey.
+    """Draws 64 images of the model `spec` by `seed`, and uniform labels; the guess is grey.
 
     The amplitude spectrum 1/f is that of natural images (Field, Relations between the statistics of
     natural images and the response properties of cortical cells, JOSA A 1987).
@@ -133,8 +135,11 @@ _MOST_STAND_INS = 1024
 def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size, at the weights before any training.
 
-    `overrides` are settings of the scenario, `key=value` each. A sweep, and what trains no network
-    of images, is a FedsimError.
+    Stacks are in the scenario's order. `overrides` are settings of the scenario, `key=value` each.
+
+    Raises:
+        FedsimError: the file or its data cannot be read, or it is a sweep, or trains no network of
+            images.
     """
     scenario = _only(open_document(path, overrides), path)
     dataset = load_dataset(scenario)
@@ -179,7 +184,11 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
 def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size of a run, at recorded weights.
 
-    A FedsimError says that `folder` is not that of one run, or has no recordings of a server.
+    Up to three rounds are looked at: the first, the last, and one between. If the run's data are
+    not here, stand-ins are synthetic.
+
+    Raises:
+        FedsimError: `folder` is not that of one run, or has no readable recordings of a server.
     """
     root = Path(folder)
     if not (root / "scenario.yaml").is_file():

@@ -42,27 +42,29 @@ def preflight(
 ) -> Forecast:
     """Tells from a few gradients what attacks on an update of `model` will gain; runs none.
 
-    Arguments up to `head` are those of `fedsim.observe`, for a client that will start from `model`.
-    What does not fit raises a FedsimError.
-
     Args:
-        model: As in `fedsim.observe`.
+        model: At the weights that clients will start from; takes normalized images (B, C, H, W)
+            and returns logits (B, K). It is copied and stays as it is.
         input_shape: (C, H, W) of an image.
-        classes: Number of classes, which is that of the model's outputs.
-        batch_size: Images in each local step.
-        mean: Mean of each channel.
-        std: Standard deviation of each channel.
-        algorithm: `fedsgd` or `fedavg`.
-        local: Local training of `fedavg`.
-        mode: `train` or `eval`.
-        head: Name of the linear layer that classifies.
+        classes: Number K of classes.
+        batch_size: Number of images in each local step.
+        mean: Mean of each channel, subtracted from pixels in [0, 1]; None for 0.
+        std: Standard deviation of each channel, which then divides; None for 1.
+        algorithm: `fedsgd` for one gradient, `fedavg` for a change of weights.
+        local: Local training, of `fedavg` alone, which needs `steps` and `lr`; `momentum` is 0 and
+            `batches` are `different` in each step (or the `same`) by default.
+        mode: Mode of the client's layers: `train` or `eval`.
+        head: Name of the linear layer that classifies; None for the last one.
         defenses: A stack as a scenario has it: names, or mappings of `name` and parameters.
-        clients: Number of clients whose updates are summed before anybody sees them.
+        clients: Number of clients whose mean update alone is seen.
         grant: Knowledge that the attacker is granted, as `knowledge` in a scenario.
-        images: (P, C, H, W) pixels in [0, 1] of the kind that clients hold, at least two; default:
+        images: (P, C, H, W) pixels in [0, 1] of the kind that clients hold, at least two; None for
             synthetic ones.
-        labels: (P,) integer classes of `images`.
+        labels: (P,) integer classes of `images`; None without images.
         seed: Seed of the batches and of synthetic images.
+
+    Raises:
+        FedsimError: something does not fit, and the message says what was expected.
     """
     if clients < 1:
         raise FedsimError(f"clients: expected at least 1, got {clients}")
@@ -111,9 +113,13 @@ def preflight_file(
 ) -> list[Forecast]:
     """Forecasts every stack and batch size of a scenario file, or of a run's folder.
 
-    `overrides` are settings of the scenario, `key=value`. `tell` is called before each forecast
-    with the numbers done and of all. A run takes no `overrides`. What does not
-    fit is a FedsimError.
+    Args:
+        origin: The file or folder.
+        overrides: Settings `key=value` of a scenario file; a run takes none.
+        tell: Function called before each forecast with the numbers done and of all.
+
+    Raises:
+        FedsimError: something cannot be read or forecast, or a run was given overrides.
     """
     path = Path(origin)
     if path.is_dir():
