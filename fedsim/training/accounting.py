@@ -16,16 +16,16 @@ from fedsim.types import FedsimError, Observation, PrivacyClaim, Vantage
 def spent(
     server: Server, round: int, *, probes: bool = True, seen_from: Vantage = "server"
 ) -> PrivacyClaim:
-    """Returns what the stack guarantees of all that clients released, for the one worst off.
-
-    That client combines the most participations so far, the most probes and the least data.
+    """Returns the claim on all that clients released so far, for the client with the largest ε.
 
     Args:
         server: The federation.
         round: Number of rounds that are over.
-        probes: Whether answers to probes count, unless the scenario declares them outside of the
-            deployment (`privacy.probes`).
+        probes: Whether answers to probes count too; never if `privacy.probes` is `outside`.
         seen_from: View of whoever looks.
+
+    Raises:
+        FedsimError: as `fedsim.privacy.ledger.claim`.
     """
     account, stack = account_of(server), _accounted_stack(server, seen_from)
     worst: PrivacyClaim | None = None
@@ -40,7 +40,10 @@ def spent(
 
 
 def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
-    """Returns the claim on the release `seen`, repeated or not, for its worst-off client."""
+    """Returns the claim on the releases in `seen` alone, for the worst-off client in it.
+
+    It fails as `fedsim.privacy.ledger.claim`.
+    """
     scenario, probing = server.scenario, bool(server.scenario.observe.batch_sizes)
     declared = server.declared
     if probing:
@@ -88,11 +91,10 @@ one."""
 
 
 def claim_for_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
-    """Returns claims at several δ for an example that was drawn, against who saw `seen`.
+    """Returns claims for an example that is known to be in the batch of `seen`.
 
-    The first is at the scenario's `privacy.delta`. The example took part, so that no amplification
-    by sampling protects it. Earlier rounds count as well: the weights that the update starts from
-    tell of them.
+    The first is at `privacy.delta`, others are at δ from 1e-6 to 0.97. All releases up to the round
+    of `seen` count, without amplification by sampling. It fails as `fedsim.privacy.ledger.claim`.
     """
     account, stack = account_of(server), _accounted_stack(server, seen.vantage)
     entries = [
@@ -109,7 +111,10 @@ def claim_for_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
 
 
 def spent_by(server: Server, round: int) -> PrivacyClaim:
-    """Returns a valid claim after `round` rounds; that of a later one if accounting is slow."""
+    """Returns a valid claim after `round` >= 1 rounds, as `spent` does, and perhaps a larger ε.
+
+    If batches are sampled at random sizes, it is the claim after the next power of two of rounds.
+    """
     sampled = server.training.sampling != "without_replacement"
     # The ε after a later round is no smaller, so it is valid here. Powers of two keep slow
     # accounting rare.
@@ -118,7 +123,7 @@ def spent_by(server: Server, round: int) -> PrivacyClaim:
 
 
 def check_promise(server: Server) -> None:
-    """Refuses, by a FedsimError, a stack that asks for an ε if the ledger states a larger one."""
+    """Refuses, by a FedsimError, a stack that asks for a smaller ε than it has after all rounds."""
     if not (asked := asked_epsilons(server.stack)):
         return
     claimed = spent(server, server.scenario.training.rounds)
@@ -151,7 +156,7 @@ def _accounted_stack(server: Server, seen_from: Vantage = "server") -> Stack:
 
 
 def account_of(server: Server) -> Account:
-    """Returns the account of what clients of `server` are asked for over the rounds."""
+    """Returns the account that counts what clients of `server` release over the rounds."""
     return Account(server.scenario, server.schedule, server.declared, server.census.held)
 
 

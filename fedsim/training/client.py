@@ -3,10 +3,8 @@
 A client is a value. Whoever wants another one, with other examples or of another seed, makes it.
 Coins set some of its examples aside, so that attacks can be asked who took part.
 
-A participant also learns of the others: it knows the weights at which a round began, what it sent
-itself, and the weights at which the next round begins. All n participants weigh the same. So the
-others' mean is (n m - u) / (n - 1), with m the mean that the weights tell and u the participant's
-own update. It is computed in float64; what is lost is what the weights lost when they were rounded.
+A participant also learns of the others. Two global models tell the mean m of n updates that weigh
+the same; with its own update u, the others' mean is (n m - u) / (n - 1), computed in float64.
 """
 
 from __future__ import annotations
@@ -45,10 +43,7 @@ from fedsim.words import number_of
 
 @dataclass(frozen=True, kw_only=True)
 class ClientResult:
-    """Holds what a client computed in a round; tensors are on the CPU.
-
-    Only `update` leaves the client, and `loss` where `Server.reports_loss`.
-    """
+    """What a client computed in a round, on the CPU; only `update` and perhaps `loss` leave it."""
 
     update: Update
     truth: Truth | None
@@ -58,11 +53,9 @@ class ClientResult:
     """What the client's defenses and sampling keep for its next round, by name. After a probe it
     is the state that was handed in."""
     loss: float | None
-    """Mean loss of the first batch under the global model, before any step; None without
-    training."""
+    """Mean loss of the first batch under the global model, before any step; None if untrained."""
     is_clipped: bool | None = None
-    """Whether Flower's adaptive clipping shortened the update; None without it, and from
-    `Client.update`."""
+    """Whether Flower's adaptive clipping shortened the update; None where that is not used."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -201,10 +194,7 @@ class Client:
         return examples if self.absent is None else examples[~torch.isin(examples, self.absent)]
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Returns (inputs, labels) of all n of `own`, `absent` ones included.
-
-        Inputs are (n, ...) on [0, 1], of a Table its rows (n, d + 1); labels are (n,) int64.
-        """
+        """Returns (inputs (n, ...), labels (n,)) of all of `own`, also `absent`: pixels or rows."""
         return self.dataset.examples_at(self.own)
 
     def rows(
@@ -212,10 +202,9 @@ class Client:
     ) -> tuple[tuple[Tensor, Tensor], RowTruth | None]:
         """Returns ((inputs, labels), truth) that a closed-form release is computed from.
 
-        In training (`probe` None) these are all that the client holds, as `held` returns them, and
-        truth is None. For a probe each row takes part with probability `probe.batch_size` / n,
-        independently; truth has all n rows, and which took part. A probe needs a `computation`
-        whose `candidates` returns rows.
+        In training (`probe` None) these are all of `held`, and truth is None. For a probe each of
+        its n rows takes part independently, with probability `probe.batch_size` / n; truth has all
+        n, and which took part. Then `computation.candidates` has to return rows.
         """
         held = self.held()
         if probe is None:
@@ -306,15 +295,12 @@ _STEPS = "sampling.steps"
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateSplit:
-    """Says about which examples of a client membership attacks are asked (its candidates).
-
-    A fair coin of each candidate decides whether the client trains on it.
-    """
+    """A client's candidates: examples that membership attacks are asked about."""
 
     examples: Tensor
     """(N,) int64 indices of the candidates in the training split, ascending."""
     members: Tensor
-    """(N,) bool: whether the client trains on each candidate."""
+    """(N,) bool: whether the client trains on each candidate, by a fair coin of its own."""
 
     @property
     def held_out(self) -> Tensor:
@@ -372,10 +358,7 @@ _PARTS = ("update", "own_buffer", "parameter", "buffer")
 
 
 def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[str, Tensor]:
-    """Returns in one mapping what a participant keeps of a round, for `look`.
-
-    These are its own `update`, and the global `parameters` and `buffers` that it began from.
-    """
+    """Returns, in one mapping for `look`, a participant's `update` and the model it began from."""
     parts = zip(_PARTS, (update.tensors, update.buffers, parameters, buffers), strict=True)
     return {f"{kind}.{name}": value for kind, part in parts for name, value in part.items()}
 
@@ -386,10 +369,10 @@ def look(
     """Returns what a participant learns of the others' updates from the next global model.
 
     The observation's `update` is the mean of the others' updates, and `num_clients` their number.
-    It is right only if every participant of the round answered, with the same weight.
+    It is right only if all participants of the round, two at least, answered with the same weight.
 
     Args:
-        server: The federation; at least two clients take part in the round.
+        server: The federation.
         client: Number of the participant who looks.
         round: Number of the round, from 1.
         kept: `pack_round` of that client in that round.

@@ -21,22 +21,19 @@ from fedsim.types import Watcher
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """An update that is asked for only to be recorded: it is never aggregated.
-
-    It is what the same client would have released in this round, had its batch been another one of
-    `batch_size` images (in a table, on average). `trial` is the number of the batch of that size,
-    from 0; no two trials share an image.
-    """
+    """Asks a client for the update of another batch, to be recorded and never aggregated."""
 
     batch_size: int
+    """Number of images in that batch; of a closed-form release, the mean number of rows."""
     trial: int
+    """Number of the batch of that size, from 0; no two trials share an image."""
     release: int = 0
-    """Number of this release of the batch, from 0; only a defense's randomness differs."""
+    """Number of the release of that batch, from 0; releases differ in a defense's randomness."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """Says who takes part in one round, and what is recorded. Clients are in ascending order."""
+    """Says which clients, by ascending numbers from 0, take part in a round and are recorded."""
 
     number: int
     """Number of the round, from 1."""
@@ -44,19 +41,21 @@ class RoundPlan:
     is_observed: bool
     """Whether anything is recorded in the round."""
     observed: tuple[int, ...]
-    """Clients whose update (of training or of a probe) is recorded."""
+    """Clients whose updates (of training or of probes) are recorded, alone or combined."""
     singled: tuple[int, ...]
-    """Clients whose own answers are recorded, though a secure sum combines them."""
+    """Those of `observed` that `observe.clients` names. A secure sum's masked parts are recorded of
+    these alone."""
     lookers: tuple[int, ...]
     """Participants who learn the others' mean update from the next global model: those that take
-    part in the next round, too, and look (`observe.vantages`)."""
+    part in the next round, too, and that `observe` has look as `client`."""
     probes: tuple[Probe, ...]
-    """Probes that `observed` answer besides training, each `releases` times; empty if the training
-    update itself is recorded."""
+    """Probes that `observed` answer besides training, with `release` 0; empty if the training
+    update itself is recorded, or nothing."""
     releases: int
+    """Number of times that each of `probes` is asked for, `release` being 0 to `releases` - 1."""
 
     def asks(self, probe: Probe | None) -> bool:
-        """Returns whether the scenario asks for `probe` in this round; False of None."""
+        """Returns whether the scenario asks for `probe` in this round; False for None."""
         return (
             probe is not None
             and replace(probe, release=0) in self.probes
@@ -70,17 +69,17 @@ _KEPT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Makes the plans of all rounds of one stack's federation."""
+    """Plans the rounds of a scenario under one defense stack, by the scenario's seed."""
 
     scenario: Scenario
     aggregated: bool
-    """Whether the server sees the clients' updates combined only."""
+    """Whether the stack combines the clients' updates before the server sees them."""
     records_training: bool
-    """Whether updates of training are recorded where the scenario asks for no probes."""
+    """Whether updates of training can be recorded: the learner trains a model."""
 
     @property
     def records(self) -> bool:
-        """Whether any round can be recorded."""
+        """Whether anything can be recorded: updates of training, or answers to probes."""
         return self.records_training or self.scenario.observe.batch_sizes is not None
 
     def round(self, number: int) -> RoundPlan:

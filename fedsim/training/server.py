@@ -57,9 +57,10 @@ class Census:
     """States what a server is told of its clients' data: how much each holds, and no example."""
 
     held: Sequence[int]
-    """Number of training examples of each client, by the client's number; 0 if not known."""
+    """Number of training examples of each client, by its number from 0; 0 where not known."""
     private_statistics: Mapping[Unit, tuple[str, ...]]
-    """Parts of the set-up that depend on one unit's data without noise, in words, by unit."""
+    """Unit -> parts of the set-up, in words, that its data influenced without noise. Where there
+    are any, no ε is claimed for the unit."""
 
     @property
     def examples(self) -> int:
@@ -69,12 +70,16 @@ class Census:
 
 @dataclass(frozen=True, eq=False)
 class Server:
-    """One defense stack's federation without its clients' data."""
+    """One defense stack's federation as its server knows it, without clients' training data.
+
+    Building it raises a FedsimError if learner, stack and data do not fit together, and a KeyError
+    if `stack_name` is none of the scenario's `defenses`.
+    """
 
     scenario: Scenario
     stack_name: str
     described: Dataset | Table
-    """The description of the data and its test split (`without_training`)."""
+    """The data's description and test split, as `Dataset.without_training` returns them."""
     census: Census
     noise_seed: int | None = None
     """Seed of the noise that the server adds; None: the scenario's, which everybody knows."""
@@ -95,12 +100,12 @@ class Server:
 
     @cached_property
     def device(self) -> torch.device:
-        """Device that clients compute on."""
+        """Device that clients compute on, as the scenario's `device` resolves here."""
         return torch.device(resolve_device(self.scenario.device))
 
     @cached_property
     def stack(self) -> Stack:
-        """Defenses of the stack; one that asks for an ε has the noise that keeps to it."""
+        """Defenses of the stack; one that asks for an ε has the least noise that keeps to it."""
         refs = self.scenario.defenses[self.stack_name]
         written = build_stack(refs)
         asking = [i for i, ref in enumerate(refs) if spending.asked_epsilons(build_stack([ref]))]
@@ -111,12 +116,12 @@ class Server:
 
     @cached_property
     def declared(self) -> LocalTraining:
-        """Local training before the stack's training defenses."""
+        """Local training as the scenario declares it, before the stack's training defenses."""
         return declared_training(self.scenario.training)
 
     @cached_property
     def training(self) -> LocalTraining:
-        """Local training as clients do it."""
+        """Local training as clients do it, after these, at the first round's learning rate."""
         return self.stack.training(self.declared)
 
     @cached_property
@@ -125,7 +130,7 @@ class Server:
 
     @cached_property
     def computation(self) -> Computation:
-        """What a client computes, and what the server makes of it."""
+        """The learner bound to this federation: computes updates, and the next global model."""
         problem = problem_of(
             self.scenario, self.stack, self.described, self.census.examples, self.device
         )
@@ -134,28 +139,31 @@ class Server:
 
     @property
     def release(self) -> Release | None:
-        """Release of a closed-form learner, as far as privacy depends on it; None for training."""
+        """Facts about a closed-form learner's release on which ε depends; None if it trains."""
         return self.computation.release
 
     @cached_property
     def unprotected(self) -> tuple[str, ...]:
-        """Names of released tensors that no defense treats, since they are not floating-point."""
+        """Names of the parameters that no defense treats, since they are not floating-point."""
         parameters, _ = self.initial()
         return tuple(n for n, value in parameters.items() if not value.is_floating_point())
 
     @cached_property
     def claims(self) -> bool:
-        """Whether anything is proven of what clients release, or of their combination."""
+        """Whether the stack proves any guarantee of clients' updates, or of their combination."""
         return any(held.mechanism for held in self.stack.guarantees(self.declared, self.release))
 
     @cached_property
     def protocol(self) -> MaskedAggregation | None:
-        """Secure aggregation by which clients answer; None if the stack has none."""
+        """Secure aggregation of the stack, by which clients mask answers; None if it has none."""
         aggregation = self.stack.aggregation
         return aggregation if isinstance(aggregation, MaskedAggregation) else None
 
     def sum_terms(self, probe: Probe | None) -> SumTerms:
-        """Returns the terms of the `protocol`'s sum of answers to `probe`, or (None) training."""
+        """Returns the terms of a secure sum of answers to `probe`, or (None) of training updates.
+
+        It needs a `protocol`. A FedsimError says that nothing bounds what a client adds.
+        """
         assert self.protocol is not None
         declared = self.declared_for(probe)
         # The last guarantee is the aggregation's. The one before bounds what each client adds to
@@ -166,7 +174,7 @@ class Server:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Plans of all rounds."""
+        """Plans of all rounds: who takes part, and what is recorded."""
         return self._schedule(self.stack)
 
     def plan(self, round: int) -> RoundPlan:
@@ -193,7 +201,10 @@ class Server:
         return self.computation.spec
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns (parameters, buffers) before the first round; the same for every stack."""
+        """Returns (parameters, buffers) before the first round, the same for every stack.
+
+        A FedsimError says that the file `training.weights` is missing or of another model.
+        """
         if self.scenario.training.weights is None:
             return self.computation.initial()
         with blaming("training.weights"):
@@ -201,12 +212,12 @@ class Server:
 
     @cached_property
     def releases_statistics(self) -> bool:
-        """Whether clients also release batch-norm statistics of their data."""
+        """Whether clients also release batch-norm statistics of their data, as buffers."""
         return self.training.mode == "train" and self.computation.releases_statistics
 
     @property
     def remembers(self) -> bool:
-        """Whether a client has to keep a state between its rounds."""
+        """Whether a client has to keep its `ClientResult.state` between its rounds."""
         return self.stack.remembers or self.training.sampling == "balls_in_bins"
 
     @cached_property
@@ -215,17 +226,20 @@ class Server:
         return self.release is None and self.stack.shows_losses(self.declared)
 
     def plant_probe(self, parameters: Tensors, round: int) -> Tensors:
-        """Returns the global `parameters` as probes get them: planted under `observe.plant`."""
+        """Returns the global `parameters` as probes of `round` get them: planted if so declared.
+
+        `observe.plant` declares it; without it they are returned as they are.
+        """
         if not self.scenario.observe.plant:
             return parameters
         seed = rng.derive(self.scenario.seed, "plant", round)
         return self.computation.plant_probe(parameters, seed)
 
     def recordings(self) -> Iterator[Observation]:
-        """Yields what a run without failures records, without tensors, round by round.
+        """Yields what a run without failures records, round by round, with empty tensor mappings.
 
         Recordings of a round are ordered by watcher (as in `observe.vantages`), probe and client.
-        What an eavesdropper is asked for is among them also where TLS hides it.
+        Those of an eavesdropper are among them even if TLS hides what they would hold.
         """
         for round in range(1, self.scenario.training.rounds + 1):
             plan = self.plan(round)
@@ -268,11 +282,13 @@ class Server:
     ) -> Update:
         """Returns what the server sees of all updates of a round, by the stack's aggregation.
 
+        The stack must have one. No updates are a FedsimError.
+
         Args:
-            updates: The clients' updates, which are taken one by one.
+            updates: The clients' updates, which are consumed one by one.
             round: Number of the round, from 1.
-            probe: Probe that they answer; None: an order to train.
-            seed: Seed of the server's noise; by default its own.
+            probe: Probe that they answer; None in training.
+            seed: Seed of the server's noise; None: `noise_seed`, or else the scenario's.
         """
         aggregation = self.stack.aggregation
         assert aggregation is not None
@@ -304,12 +320,15 @@ class Server:
         return replace(shown, tensors=tensors)
 
     def scale_rate(self, training: LocalTraining, round: int) -> LocalTraining:
-        """Returns `training` at the learning rate of `round`, counted from 1."""
+        """Returns `training` at the learning rate that the scenario has in `round`, from 1."""
         factor = rate_factor(self.scenario.training, round)
         return training if factor == 1 else replace(training, lr=factor * training.lr)
 
     def apply_update(self, before: Tensor, update: Tensor, round: int) -> Tensor:
-        """Returns a global parameter, `before`, after a client's `update` of it in `round`."""
+        """Returns a global parameter of value `before` after a client's `update` of it in `round`.
+
+        A gradient is subtracted times that round's learning rate; a change of weights is added.
+        """
         return self.computation.apply_update(before, update, self.scale_rate(self.training, round))
 
     def observation(
@@ -329,7 +348,7 @@ class Server:
 
         Args:
             round: Number of the round, from 1.
-            client: Number of the client; -1 for the aggregate.
+            client: Number of the client, or of the watching one; -1 for the aggregate.
             update: The update as the watcher decodes it.
             parameters: Parameters that clients started from.
             buffers: Buffers that they started from.
@@ -386,7 +405,7 @@ class Server:
         return announce
 
     def effect(self) -> Effect:
-        """Returns what the stack does to an update of training."""
+        """Returns the public effect of stack and strategy on an update of training."""
         return self._announced(None)[2]
 
     def _observation_id(
@@ -397,7 +416,7 @@ class Server:
         return observation_id(self.stack_name, round, client, suffix, watcher)
 
     def recorded_as(self, round: int, client: int, probe: Probe | None) -> list[str]:
-        """Returns the ids of all recordings of `client`'s answer to `probe` (None: training)."""
+        """Returns the ids of recordings, if any, of a client's answer (`probe` None: training)."""
         ids, plan = [], self.plan(round)
         if client in plan.observed and (probe or not plan.probes):
             seen_as = [-1] if self.stack.aggregation else [client]
@@ -418,12 +437,12 @@ class Server:
         return ids
 
     def test_set(self) -> tuple[int, float | None]:
-        """Returns (test examples, share of the most frequent class; None without classes)."""
+        """Returns (number of test examples, share of the commonest class; None for a quantity)."""
         count, labels = len(self.described.test_inputs), self.described.test_classes
         return count, None if labels is None else float(labels.bincount().max()) / count
 
     def declared_for(self, probe: Probe | None) -> LocalTraining:
-        """Returns the training that answers `probe` (None: an order to train) before defenses."""
+        """Returns the local training that answers `probe` (None: `declared`), before defenses."""
         return self.declared if probe is None else self.declared.as_probed(probe.batch_size)
 
 

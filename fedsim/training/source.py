@@ -33,18 +33,18 @@ _WEIGHTS = (
 
 
 def load_dataset(scenario: Scenario) -> Dataset | Table:
-    """Loads the scenario's data source; a FedsimError says that it is missing or unreadable."""
+    """Loads all data of the scenario's source; errors are those of `load_source`."""
     return load_source(scenario.data.source)
 
 
 def load_source(chosen: PluginRef) -> Dataset | Table:
-    """Loads the data source that `chosen` names; FedsimErrors are those of `load_dataset`."""
+    """Loads the data that `chosen` names; a FedsimError says that they cannot be found or read."""
     with blaming("data.source"):
         return build_source(chosen).load()
 
 
 def build_source(chosen: PluginRef) -> DataSource:
-    """Builds the data source that `chosen` names; a FedsimError if it is not installed."""
+    """Builds the source `chosen`: FedsimError if not installed, ValidationError of parameters."""
     source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
     assert isinstance(source, DataSource)
     return source
@@ -54,7 +54,7 @@ def digest_of_inputs(scenario: Scenario, dataset: Dataset | Table) -> str:
     """Returns a SHA-256 in hex of the data, weights and partition file that a scenario only names.
 
     Two runs of the same scenario have the same data only if their digests are equal. `dataset` is
-    all that the scenario's source loads.
+    all that the scenario's source loads. A file that cannot be read is a FedsimError or OSError.
     """
     digest = hashlib.sha256()
     for field in fields(dataset):
@@ -78,18 +78,17 @@ _TOLD = ("name", "left_out")
 def private_statistics(
     scenario: Scenario, dataset: Dataset | Table, owns: Iterable[Tensor], *, dealt: bool = True
 ) -> Mapping[Unit, tuple[str, ...]]:
-    """Returns unit -> what a federation's set-up took from training data without noise, in words.
+    """Returns what a federation's set-up took from training data without noise, in words.
 
-    Weights to start from may be a model of the same clients: they count unless the scenario
-    declares them public. Where a partition deals by labels, one example also influences who holds
-    the others. Where some of a client's images are equal, one of them influences how often counted
-    probes draw the others.
+    Keys are `client` and `example`: nothing can be claimed for a unit whose tuple is not empty.
+    Initial weights count unless the scenario declares them public. A partition by labels, and equal
+    images of a client that answers counted probes, count for `example` alone.
 
     Args:
         scenario: The scenario.
         dataset: Data that the clients hold.
         owns: (n,) indices of each known client's training examples in `dataset`.
-        dealt: Whether a partition dealt the data, and clients did not bring them.
+        dealt: Whether the scenario's partition dealt the data; False if clients brought them.
     """
     found = dataset.private_statistics
     if found is None:

@@ -24,17 +24,21 @@ from fedsim.words import number_of
 
 
 def asked_epsilons(stack: Stack) -> list[AskedEpsilon]:
-    """Returns the ε of each defense of `stack` that declares an ε in place of a noise."""
+    """Returns the ε of each defense of `stack` that declares an ε in place of a noise, if any."""
     return [one.target for one in stack.training_defenses if one.target]
 
 
 def epsilon_of_rounds(noise_multiplier: float, rounds: int, delta: float) -> float:
-    """Returns ε at `delta` of `rounds` Gaussian releases of one `noise_multiplier` together."""
+    """Returns the exact ε at `delta` of `rounds` >= 1 Gaussian releases of the same data together.
+
+    `noise_multiplier` is the noise's standard deviation over the L2 sensitivity of one release.
+    A FedsimError refuses a negative one, and a `delta` not in (0, 1).
+    """
     return float(gaussian.epsilon(noise_multiplier / math.sqrt(rounds), delta))
 
 
 def found_noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:
-    """Returns (asked ε, noise multiplier) of each defense of a calibrated stack that asks."""
+    """Returns (asked ε, noise multiplier) of the defenses that ask, after `calibrate_noise`."""
     return [
         (one.target, float(one.model_dump()["noise_multiplier"]))
         for one in stack.training_defenses
@@ -43,11 +47,18 @@ def found_noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:
 
 
 def calibrate_noise(written: Stack, account: Account, place: str) -> Stack:
-    """Returns `written` with the least noise that keeps the worst client's ε to the one asked for.
+    """Returns `written` with the least noise that keeps each client's ε to the one asked for.
 
     The noise depends on public facts alone: whoever knows these finds the same, to the last digit.
-    If no ε is asked for, `written` stays as it is. A FedsimError about the key `place` says that
-    the ε cannot be reached, or has another δ than the ledger.
+
+    Args:
+        written: Stack as the scenario writes it; returned as it is if no defense asks for an ε.
+        account: Counts of the releases over all rounds.
+        place: Key of the scenario that error messages blame, as `defenses.dp[0]`.
+
+    Raises:
+        FedsimError: the ε cannot be reached, is for another δ than `privacy.delta`, or two
+            defenses ask for one.
     """
     if not asked_epsilons(written):
         return written
@@ -103,19 +114,21 @@ def _with_noise(stack: Stack, multiplier: float) -> Stack:
 
 @dataclass(frozen=True)
 class Account:
-    """Counts what clients are asked for over the rounds, whatever the noise.
-
-    `declared` is the local training before the stack's training defenses. `held` has the number of
-    examples of each client, 0 where it is not known.
-    """
+    """Counts what clients release over the rounds, whatever the noise."""
 
     scenario: Scenario
     schedule: Schedule
     declared: LocalTraining
+    """Local training before the stack's training defenses."""
     held: Sequence[int]
+    """Number of training examples of each client, by its number; 0 where it is not known."""
 
     def entries(self, stack: Stack, rounds: int, *, probes: bool = True) -> list[Entry]:
-        """Returns ledger entries after `rounds`, `probes` included or not; one has the worst ε."""
+        """Returns what the clients released in so many `rounds` among whom the largest ε is.
+
+        `stack` is the one whose ε is asked for. Answers to probes count if `probes`, unless
+        `privacy.probes` is `outside`.
+        """
         scenario = self.scenario
         known = [count for count in self.held if count] or self.held
         counts = worst_client_sizes(stack.training(self.declared), known)
@@ -134,7 +147,7 @@ class Account:
         ]
 
     def participations(self, round: int) -> set[tuple[int, ...]]:
-        """Returns each set of rounds, from 1, that some client takes part in up to `round`."""
+        """Returns each set of ascending rounds, of 1 to `round`, that some client takes part in."""
         rounds: dict[int, list[int]] = {}
         for past in range(1, round + 1):
             for client in self.schedule.round(past).participants:
@@ -142,10 +155,9 @@ class Account:
         return set(map(tuple, rounds.values()))
 
     def public(self, round: int, stack: Stack) -> set[tuple[bool, ...]]:
-        """Returns, for all clients, whether each takes part in each of the rounds 1 to `round`.
+        """Returns the sets of `participations` as one flag for each of the rounds 1 to `round`.
 
-        Clients with the same rounds share a tuple. The set is empty unless the stack's server adds
-        noise, whose accounting needs this.
+        It is empty unless the server adds the stack's noise, whose accounting alone needs it.
         """
         if not isinstance(stack.aggregation, NoisyAggregation):
             return set()
@@ -155,10 +167,10 @@ class Account:
         }
 
     def most(self, round: int) -> list[Most]:
-        """Returns the largest counts after `round` rounds, in descending order.
+        """Returns the counts of the clients that released the most, in descending order.
 
-        No other client's counts equal or exceed one of them in all three (`Most`). Every client
-        counts as observed, and as probed even where it does not take part.
+        Counts that another client's equal or exceed in all three fields of `Most` are left out.
+        Every client counts as observed and probed. After 0 rounds it is one `Most(0, 0, 0)`.
         """
         observed = self.schedule.is_observed
         sizes, again = self._sizes, self.scenario.observe.releases > 1
@@ -196,7 +208,10 @@ class Account:
         )
 
     def covers(self, round: int, probes: bool) -> str:
-        """Describes in words what the ε after `round` rounds covers, as `training of 3 rounds`."""
+        """Describes what the ε after `round` rounds covers, as `training of 3 rounds`.
+
+        If `probes`, it also says how many answers to probes count, or that none does.
+        """
         observe = self.scenario.observe
         covers = f"training of {number_of(round, 'round')}"
         asked = self.most(round)[0].probed * len(self._sizes)
@@ -215,10 +230,11 @@ class Account:
 
 @dataclass(frozen=True, order=True)
 class Most:
-    """Counts what one client released; `trained` counts rounds of training released once."""
+    """Counts the rounds in which one client released something."""
 
     trained: int
+    """Number of rounds in which its training update was released once."""
     repeated: int
-    """Number of rounds in which its training was released several times."""
+    """Number of rounds in which it was released several times, `observe.releases`."""
     probed: int
     """Number of rounds in which it was asked for probes."""

@@ -46,13 +46,14 @@ _ROUNDED = 1e-5
 
 @dataclass
 class Steps:
-    """The steps of one client's local training as computed; `left_out` images were not kept."""
+    """The steps of one client's training, as watched; at most `max_images` images are kept."""
 
     max_images: int
     images: list[Tensor] = field(default_factory=list)
-    """(C, H, W) float32 each, at most `max_images`, on the CPU: different inputs of the model,
-    normalized and augmented as it got them."""
+    """(C, H, W) float32 each, on the CPU: different inputs of the model, normalized and augmented
+    as it got them."""
     labels: list[int] = field(default_factory=list)
+    """Class of each of `images`; an image with two labels is there twice."""
     order: list[int] = field(default_factory=list)
     """Indices in `images` of the members of all batches, one after the other. Images that were left
     out are missing here, but counted in `sizes`."""
@@ -66,10 +67,10 @@ class Steps:
     rates: list[float] = field(default_factory=list)
     """Learning rate of each step, 0 if its optimizer has none; empty if no optimizer stepped."""
     factors: list[float] = field(default_factory=list)
-    """Factor by which each step's gradient exceeds that of the mean loss of its images: where
-    several batches are accumulated, or losses are summed."""
+    """Factor by which each step's gradient exceeds that of the mean loss of its images, as where
+    losses are summed; 1 for the mean. Empty if no optimizer stepped."""
     loss: dict[str, Any] = field(default_factory=dict)
-    """`label_smoothing` and `class_weights`, where the loss has them."""
+    """`label_smoothing` (float) and `class_weights` (list of floats), where the loss has them."""
     proximal: float = 0.0
     """μ of FedProx, if its term is all that is differentiated besides the loss; else 0."""
     unmodelled: list[str] = field(default_factory=list)
@@ -77,18 +78,19 @@ class Steps:
     training_mode: bool = True
     """Whether the model's layers computed in training mode."""
     left_out: int = 0
+    """Number of images, counted at each use, that were not kept beyond `max_images`."""
     saw_images: bool = False
     """Whether the model was called with images, whatever its loss compares them with."""
     called_with: str | None = None
-    """Types and shapes that the model was first called with, in words, if they are no images."""
+    """Types and shapes of a first call of the model without images, in words; None if none."""
     failure: str | None = None
-    """Reason why the watch gave up, which leaves all other fields incomplete; else None."""
+    """Error that ended the watch, which leaves all other fields incomplete; else None."""
     _known: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, batches: list[tuple[Tensor, Tensor]]) -> bool:
-        """Adds a step on `batches` of images (B, C, H, W), on the CPU, and labels (B,).
+        """Adds a step on batches of (images (B, C, H, W), labels (B,)), on the CPU, to all lists.
 
-        Returns whether one batch has an example twice.
+        Returns whether one batch has an example twice. Optimizer and factors are left alone.
         """
         self.sizes.append(sum(len(images) for images, _ in batches))
         is_repeated = False
@@ -112,13 +114,13 @@ class Steps:
 
 @contextmanager
 def watch_training(max_images: int) -> Iterator[Steps]:
-    """Yields the steps that this thread's training takes inside the block, complete at its end.
+    """Watches, as a context manager, the steps that this thread's training takes in the block.
 
-    Images beyond `max_images` different ones are counted and not kept. The watch cannot see labels
-    that are no class numbers, models that are no `nn.Module`, losses within compiled code, and
-    training in other threads or processes. It sees no losses but cross-entropy and negative
-    log-likelihood of `torch.nn.functional`, unless they were imported by name before. A fault of
-    the watch never reaches the training: it ends the watch, as `failure` says.
+    The `Steps` that it yields are complete at the block's end. Images beyond `max_images` different
+    ones are counted and not kept. The watch hooks PyTorch for the block's time. It sees calls of
+    `nn.Module` with images, and the `cross_entropy` and `nll_loss` of `torch.nn.functional` with
+    class numbers, unless compiled or imported by name before. A fault of the watch never reaches
+    the training: it ends the watch, as `Steps.failure` says.
     """
     watch = _Watch(Steps(max_images=max_images))
     watch.attempt(_hooks.add, watch)
@@ -424,15 +426,16 @@ def _are_images(value: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOrder:
-    """Identifies an order to train, by the framework's ids of run, node, and message or task."""
+    """Identifies a server's order to train, by the ids that the FL framework gives."""
 
     run_id: int
     round: int
-    """Round that the order names; 0 if it names none."""
+    """Round that the order names, from 1; 0 if it names none."""
     node_id: int
     message_id: str
+    """Id of the message, or of the task."""
     partition: int | None = None
-    """The client's number among the partitions of the data; None if not known."""
+    """Number of the client's partition of the data, from 0; None if not known."""
 
 
 _WATCHED = (
@@ -444,17 +447,18 @@ _WATCHED = (
 def keep_testimony(
     folder: Path, steps: Steps, order: TrainingOrder, mods: list[DeployedPart], max_bytes: int
 ) -> None:
-    """Writes the watched steps of one order to disk, or the reason why no truth was seen.
+    """Writes the watched steps of one order, which a score needs as truth, below `folder`.
 
     Args:
-        folder: Folder of testimonies, which has one for each run.
+        folder: Folder that has one of its own for each run, `run-<run_id>`.
         steps: Steps of `watch_training`, at its end.
         order: The order to train.
         mods: Parts of the app that change the answer, outermost first.
-        max_bytes: Bound on the size of all that is kept of a run.
+        max_bytes: Maximum size of all images and labels that are kept of a run.
 
     Raises:
-        FedsimError: The training has no truth that an attack could be scored by, or no room.
+        FedsimError: the watch failed or saw no labelled images, and this reason was written; or
+            `max_bytes` would be exceeded, and nothing was.
     """
     if steps.failure is not None or not steps.images:
         reason = _why_nothing(steps)

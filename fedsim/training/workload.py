@@ -30,20 +30,20 @@ IN_LOG = "the node's own log says more"
 
 @dataclass(frozen=True, eq=False, init=False)
 class Workload(Server):
-    """Computes what the clients of one defense stack's federation do with their data.
-
-    It knows all that the server knows, and is never handed to it (`server`).
-    """
+    """One defense stack's federation with its clients' data; the server gets `server()` alone."""
 
     dataset: Dataset | Table = field(init=False)
-    """Data that all clients hold together, and the test split."""
+    """Data of the clients that compute here, with the test split."""
     clients: Sequence[Client] = field(init=False)
-    """All clients by their numbers, or the one that computes here."""
+    """All clients in the order of their numbers, or the one that computes here."""
 
     def __init__(
         self, scenario: Scenario, stack_name: str, dataset: Dataset | Table | None = None
     ) -> None:
-        """Deals data to the clients, or raises a FedsimError; `dataset` spares a loading."""
+        """Loads the data, unless `dataset` has them, and deals them to the clients.
+
+        It fails as `Server`, and by a FedsimError if the data cannot be loaded or dealt.
+        """
         learner = build_learner(scenario.learner)
         least = learner.least_examples(declared_training(scenario.training))
         data = learner.view(load_dataset(scenario) if dataset is None else dataset)
@@ -77,12 +77,12 @@ class Workload(Server):
         object.__setattr__(self, "clients", clients)
 
     def server(self) -> Server:
-        """Returns the same federation as its server knows it."""
+        """Returns the same federation as its server knows it, without training data."""
         return Server(self.scenario, self.stack_name, self.described, self.census)
 
     @property
     def parts(self) -> list[Tensor]:
-        """Indices of the examples of each of `clients`, among those of training."""
+        """(n,) indices of the examples of each of `clients`, in the training split."""
         return [client.own for client in self.clients]
 
     def client(self, number: int) -> Client:
@@ -93,7 +93,7 @@ class Workload(Server):
         raise FedsimError(f"client {number} does not compute here")
 
     def of_neighbours(self, dataset: Dataset | Table) -> Workload:
-        """Returns the same federation on other data, prepared and dealt anew."""
+        """Returns the same scenario and stack on another `dataset`, prepared and dealt anew."""
         prepared = build_source(self.scenario.data.source).prepared(dataset)
         return Workload(self.scenario, self.stack_name, prepared)
 
@@ -107,12 +107,12 @@ class Workload(Server):
         *,
         probe: Probe | None = None,
     ) -> ClientResult:
-        """Returns what client number `client` computes in `round`, by `Client.update`."""
+        """Returns what client number `client` computes: see `Client.update`; fails as `client`."""
         own = self.client(client)
         return own.update(self, round, parameters, buffers, state, probe=probe)
 
     def check_assumptions(self) -> None:
-        """Refuses, by a FedsimError, data that contradict what the stack's claim assumes."""
+        """Refuses, by a FedsimError, data of `clients` that defy what the stack's claim assumes."""
         if self.release is None:
             return
         here = {one.number: one for one in self.clients}
@@ -131,14 +131,14 @@ class Workload(Server):
 
 @dataclass(frozen=True, eq=False, init=False)
 class OneClient(Workload):
-    """Computes as one client of a federation whose other clients are elsewhere."""
+    """One client of a federation whose other clients compute elsewhere."""
 
     def __init__(
         self, scenario: Scenario, stack_name: str, client: Client, census: Census | None = None
     ) -> None:
-        """Takes one `client`; a FedsimError if it holds other numbers than `census` has of it.
+        """Takes one `client`, and the `census` of all; without that, an ε of all clients is wrong.
 
-        Without a `census` of all clients, results that need the others are wrong.
+        It fails as `Server`, and by a FedsimError if `census` has another number of its examples.
         """
         data = build_learner(scenario.learner).view(client.dataset)
         client = replace(client, dataset=data)
@@ -159,7 +159,7 @@ class OneClient(Workload):
         object.__setattr__(self, "clients", (client,))
 
     def check_assumptions(self) -> None:
-        """Raises a FedsimError as `Workload` does, without saying how data contradict the claim."""
+        """Raises a FedsimError as `Workload` does, whose message tells nothing of the data."""
         try:
             super().check_assumptions()
         except FedsimError as error:
