@@ -30,14 +30,15 @@ from fedsim.types import FedsimError, Observation, Payload, Reconstruction
 
 
 class AttackFailed(FedsimError):  # noqa: N818 - reads as the row's status
-    """An attack cannot say anything about this observation; the row carries the reason."""
+    """Raised by an attack that can say nothing about an observation; its row states the message."""
 
 
 @dataclass(kw_only=True)
 class AttackState:
-    """Base of every attack's state, with the fields that `solve` reads.
+    """Base of the states of attacks, to which each attack adds fields of its own.
 
-    Each `step` that does not end the attack has to raise `iteration`.
+    `solve` reads both fields for its progress display. `iteration` counts the steps made: each
+    `step` that does not end the attack has to raise it.
     """
 
     iteration: int = 0
@@ -49,10 +50,10 @@ S = TypeVar("S", bound=AttackState)
 
 
 class Attack(Plugin, Generic[S]):
-    """Recovers a client's data from an observation. Fields are hyper-parameters."""
+    """Base of attacks, which recover a client's data from an observation. Fields are parameters."""
 
     needs: ClassVar[Grant] = Grant.least()
-    """Least grant that it needs, where no parameter decides it (`required`)."""
+    """Least grant that the attack needs; one that depends on a parameter overrides `required`."""
     takes_rows: ClassVar[bool] = False
     """Whether it also attacks a model of a table's rows, and not only one of images."""
     reads: ClassVar[tuple[Payload, ...]] = ("update",)
@@ -61,7 +62,7 @@ class Attack(Plugin, Generic[S]):
     """Whether it never looks at the update: a control, which draws what its prior knows. It is
     ranked behind all that look, and never said to work."""
     asked_of_candidates: ClassVar[bool] = False
-    """Whether it says, of a given row, if that took part. Else it recovers one that did."""
+    """Whether it scores given rows or examples by how likely they took part, and recovers none."""
     asked_of_sources: ClassVar[bool] = False
     """Whether it says which client holds each of the given examples, known to be held by one
     (`Knowledge.records`). It is `asked_of_candidates` as well, and gets those that took part, of
@@ -77,23 +78,24 @@ class Attack(Plugin, Generic[S]):
 
     @property
     def joins_rounds(self) -> bool:
-        """Whether it reads recordings of all rounds together; by default `asked_of_candidates`.
+        """Whether it reads recordings of all rounds together; by default, `asked_of_candidates`.
 
-        It is then asked once of each watcher and client, or of all clients if `asked_of_sources`.
-        That is at the last recording of an update; `Knowledge.seen` has all up to it.
+        It is then asked once of each watcher and client, or of each watcher if `asked_of_sources`.
+        It attacks the last recorded update, and `Knowledge.seen` has all up to it.
         """
         return self.asked_of_candidates
 
     def required(self) -> Grant:
-        """Returns the grant that the attack needs with these parameters, by default `needs`."""
+        """Returns the least grant that the attack needs with its parameters; by default `needs`."""
         return self.needs
 
     def brings(self) -> tuple[str, ...]:
-        """Returns the attack's own knowledge, such as `public=photos`, which no grant names.
+        """Returns the data that the attack brings along, such as `public=photos`; empty if none.
 
-        Rows state it, and are ranked apart. The default is all files and folders that parameters
-        name, also within lists and mappings, but for values that the parameter's type lists as a
-        choice.
+        Rows of results state these and are ranked apart, as no grant covers them. The default has
+        `<parameter>=<file name>` for every existing file or folder that a parameter names, also
+        within lists and mappings. Values that the parameter's type lists as a choice (`Literal`)
+        are left out.
         """
         fields = type(self).model_fields
         return tuple(
@@ -108,24 +110,30 @@ class Attack(Plugin, Generic[S]):
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> S:
         """Returns the state before the first step, with tensors on the observation's device.
 
-        `rng`, on the CPU, is the only source of randomness. An AttackFailed, with the reason, says
-        that nothing can be recovered from this observation.
+        `rng`, on the CPU, is the only source of randomness. It raises AttackFailed, with the
+        reason, if nothing can be recovered from this observation.
         """
 
     @abstractmethod
     def step(self, state: S) -> S:
-        """Makes one iteration and returns the next state; it may change `state` in place."""
+        """Makes one iteration and returns the next state, perhaps `state` changed in place.
+
+        An AttackFailed ends the attack without an answer.
+        """
 
     @abstractmethod
     def terminate(self, state: S) -> bool:
-        """Returns whether the attack is done at `state`."""
+        """Returns whether the attack is done at `state`; `solve` asks before every step."""
 
     @abstractmethod
     def postprocess(self, state: S) -> Reconstruction:
-        """Returns what was recovered; images are in pixels on [0, 1]."""
+        """Returns what was recovered at `state`, the last one; images are in pixels on [0, 1].
+
+        `solve` passes over an answer with NaN or infinity; membership scores alone may be infinite.
+        """
 
     def total(self) -> int | None:
-        """Returns one restart's number of iterations, for progress; None (the default): unknown."""
+        """Returns the number of steps of one restart, for progress; None (default): unknown."""
         return None
 
 
@@ -167,7 +175,11 @@ def _name_of(text: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Holds what a progress display is told; restarts count from 0, `total` is None if unknown."""
+    """Holds how far an attack is: at `iteration` of `total`, from starting point `restart`.
+
+    `restart` counts from 0 up to `restarts` - 1. `total` is None if the attack does not know it.
+    `loss` is the attack's own objective.
+    """
 
     restart: int
     restarts: int
@@ -178,10 +190,10 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """Holds the best restart's reconstruction and number (from 0), and the cost of all restarts.
+    """Holds the answer of least own loss, the number of its restart (from 0), and the whole cost.
 
-    `peak_memory_bytes` is the most that was ever in use, of the observation's GPU or else of this
-    process.
+    `seconds` of wall-clock time are of all restarts. `peak_memory_bytes` is the most that was ever
+    in use, of the observation's GPU or else of this process.
     """
 
     reconstruction: Reconstruction
@@ -215,11 +227,11 @@ def solve(
         knowledge: What the attacker is granted beside the observation.
         seed: Seed of all that the attack draws.
         restarts: Number of starting points, at least 1.
-        progress: Function that is called with the attack's progress, if any, at most every 0.25 s.
+        progress: Function called with the attack's progress, at most every 0.25 s; None: none.
 
     Raises:
-        AttackFailed: the update is zero everywhere or not finite, a step of the attack raises it,
-            or no restart ended at a finite loss and a finite answer.
+        AttackFailed: the update is zero everywhere or not finite, the attack itself raises it, or
+            no restart ended at a finite loss and a finite answer.
     """
     _refuse_unusable(observation)
     # Otherwise each iteration pays for fresh pages of the same tensors.
@@ -290,7 +302,10 @@ _AT_BOUND = 1 - 1e-6
 
 
 def remove_truncated(observation: Observation) -> Observation:
-    """Returns the observation, truncated entries 0 and declared removed; behind noise, as it is."""
+    """Returns the observation with entries that a defense truncated set to 0, declared as removed.
+
+    It is returned as it is if its `effect` has no truncation, or noise.
+    """
     effect = observation.effect
     if effect.truncated is None or effect.noisy:
         return observation
@@ -306,7 +321,7 @@ def remove_truncated(observation: Observation) -> Observation:
 
 
 def unreadable(attack: str, reads: Sequence[Payload], released: Payload | None) -> str | None:
-    """Returns why `attack` (a name) cannot read `released`; None if it can.
+    """Returns why `attack` (a name) cannot read messages of kind `released`; None if it can.
 
     `reads` has the kinds that it reads, and a `released` of None stands for what no attack reads.
     """
@@ -335,7 +350,8 @@ def _is_finite(answer: Reconstruction) -> bool:
 
 
 def images_alone(attack: str) -> str:
-    """Returns the error message that `attack` works on images, and not on rows of a table."""
+    """Returns the error message that the attack named `attack` takes images, and no table's rows.
+    """
     return (
         f"{attack} takes a model's inputs for images, and these are rows of a table; use "
         "inverting_gradients or label_inference"

@@ -35,9 +35,11 @@ GradientFn = Callable[[Tensors, Tensor, Tensor, torch.Generator], Tensors]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalStep:
-    """Holds what a training defense computes the direction of a client's local step from.
+    """Holds what a training defense gets to compute the direction of one local step.
 
-    Images are normalized, (B, C, H, W); labels are (B,) int64, or (B, K) probabilities.
+    Images are normalized, (B, C, H, W); labels are (B,) int64, or (B, K) probabilities. `loss` maps
+    (parameters, images, labels) to their mean loss, 0-d. `features` maps (parameters, images) to
+    the inputs of the classifier, (B, d).
     """
 
     model: nn.Module
@@ -55,22 +57,23 @@ class LocalStep:
 
 
 class DataDefense(Plugin):
-    """Regularizes the rows D that a closed-form learner computes from: appends σ I below them.
+    """Base of defenses that append rows σ I to the rows D (n, d + 1) of a closed-form learner.
 
-    In a sketch D'G, this adds σ times a matrix of standard normal entries.
+    Least squares on all of them is regularized. A sketch D'G, with G standard normal, gains σ times
+    a standard normal matrix.
     """
 
     @abstractmethod
     def sigma(self, release: Release) -> float:
-        """Returns the σ >= 0 of σ I, in the rows' units; a FedsimError if none fits `release`."""
+        """Returns σ >= 0 of the rows σ I, in rows' units; a FedsimError if none fits `release`."""
 
     @abstractmethod
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns what is proven of a release from the regularized rows; it raises as `sigma`."""
+        """Returns what is proven of `release` with rows σ I appended; it raises as `sigma` does."""
 
     @property
     def least_clients(self) -> int:
-        """Least number of clients whose combined releases have the claim `pooled`; 1 by default."""
+        """Least number of clients in a release for the claim `pooled` to hold; 1 by default."""
         return 1
 
     @property
@@ -104,16 +107,14 @@ class StatisticDefense(Plugin):
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
         """Returns the private version of a client's statistic `value`, which is not changed.
 
-        `value` is features (n, d) or a kernel matrix (n, n), and `rng` is as in
-        `UpdateDefense.apply`.
-
-        Raises:
-            FedsimError: the defense cannot do what it is asked for.
+        `value` is features (n, d) or a kernel matrix (n, n), of which `release` has the bounds.
+        `rng`, on the CPU, is the only source of randomness; noise is drawn as in
+        `UpdateDefense.apply`. It raises a FedsimError if no noise keeps to the claim.
         """
 
     @abstractmethod
     def guarantee(self, release: Release) -> CurveMechanism:
-        """Returns what is proven of the private statistic, given the bounds of `release`."""
+        """Returns what is proven, by the bounds of `release`; a FedsimError if nothing can be."""
 
     @property
     def assumes(self) -> bool:
@@ -121,7 +122,7 @@ class StatisticDefense(Plugin):
         return False
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses a client's `value` by a FedsimError, as `DataDefense.check`; by default none."""
+        """Refuses a client's `value` by a FedsimError, as `DataDefense.check`; default: none."""
 
     @abstractmethod
     def public_parameters(self, release: Release) -> Mapping[str, float]:
@@ -134,7 +135,7 @@ class StatisticDefense(Plugin):
 
 
 class UpdateDefense(Plugin):
-    """Changes the update before it leaves the client: a pair of pure functions.
+    """Base of defenses that change the update before it leaves the client, by pure functions.
 
     Only floating-point tensors are ever handed to a defense; integer ones pass by unchanged.
     """
@@ -145,13 +146,14 @@ class UpdateDefense(Plugin):
 
     @property
     def claimed_epsilon(self) -> float | None:
-        """ε that the configuration states as its budget, proven or not; by default None."""
+        """ε that the parameters state as their budget, proven or not; None (default): none."""
         return None
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
         """Returns the state before the first round, for updates shaped like `update`; default {}.
 
-        `sensitivity` is the L2 bound that the defenses before this one guarantee (inf if none).
+        `sensitivity` is the L2 bound on updates that the defenses before this one guarantee; inf if
+        none.
         """
         return {}
 
@@ -185,7 +187,8 @@ class UpdateDefense(Plugin):
     def public_parameters(self, before: Guarantee) -> Mapping[str, float]:
         """Returns parameters that follow from declared ones and `before`; none by default.
 
-        They are as public as those, and replace them in observations.
+        They are as public as those, and replace them in observations. `before` is proven of the
+        update that enters.
         """
         return {}
 
@@ -201,7 +204,7 @@ class AskedEpsilon:
 
 
 class TrainingDefense(Plugin):
-    """Changes how the client trains."""
+    """Base of defenses that change how the client trains."""
 
     from_loss: ClassVar[bool] = False
     """Whether its direction is computed from the loss, whatever the direction so far."""
@@ -215,9 +218,9 @@ class TrainingDefense(Plugin):
         return None
 
     def with_noise(self, multiplier: float) -> TrainingDefense:
-        """Returns a copy with the same target and noise of `multiplier` times the clipping bound.
+        """Returns a copy of the same target, with noise of `multiplier` times the clipping bound.
 
-        A defense with a target overrides it: the default raises a NotImplementedError.
+        A defense with a `target` overrides it: the default raises a NotImplementedError.
         """
         raise NotImplementedError(f"{type(self).__name__} has a target and takes no noise")
 
@@ -228,8 +231,9 @@ class TrainingDefense(Plugin):
     def gradient(self, step: LocalStep) -> GradientFn:
         """Returns the function that gives the direction of a local `step`; by default as so far.
 
-        The function's rng is on the CPU, its images perhaps on a GPU. Noise that protects is drawn
-        as in `UpdateDefense.apply`.
+        It maps (parameters, images, labels, rng) to tensors named like the parameters. Its rng is
+        on the CPU, its images perhaps on a GPU. Noise that protects is drawn as in
+        `UpdateDefense.apply`.
         """
         return step.gradient
 
@@ -241,26 +245,26 @@ class TrainingDefense(Plugin):
         """
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns what it does to the update beyond `training`; by default UNKNOWN.
+        """Returns what it does to the update beyond changing `training`; by default UNKNOWN.
 
-        `training` is as of `guarantee`.
+        `training` is that after all training defenses of the stack.
         """
         return UNKNOWN
 
 
 class StatefulTrainingDefense(TrainingDefense):
-    """Changes how the client trains, by steps that depend on its earlier ones over all rounds."""
+    """Base of training defenses whose steps depend on a client's earlier ones over all rounds."""
 
     @abstractmethod
     def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
-        """Returns the function that gives the direction of a local `step`.
+        """Returns the function that gives the direction of a local `step`, as `gradient` does.
 
         It may read and replace entries of the client's `memory`, which is empty before its first
         step and kept between rounds.
         """
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the function that gives directions from a client's first step on."""
+        """Returns the function of `gradient_with_memory` for a client that has taken no step."""
         # An empty memory is that of a client that has taken no step.
         return self.gradient_with_memory(step, {})
 
@@ -272,13 +276,13 @@ class LossTerm(nn.Module, ABC):
     def loss_term(self) -> Tensor:
         """Returns the term, 0-d, for the batch of the last call of `forward`.
 
-        It is the mean of the examples' own terms, so that defenses that clip each example's
-        gradient can take it from the loss of that example.
+        It is the mean of the examples' own terms. So defenses that clip each example's gradient can
+        take it from the loss of that example.
         """
 
 
 class ModelDefense(Plugin):
-    """Alters the model that clients train, and with a `LossTerm` in it also its loss.
+    """Base of defenses that alter the model that clients train, and with a `LossTerm` its loss.
 
     Nothing is proven by it, and what other defenses prove stays: they act on the altered model.
     """
@@ -299,7 +303,7 @@ class ModelDefense(Plugin):
 
 
 class AggregationDefense(Plugin):
-    """Changes what the server sees of a round: one combined update instead of each client's."""
+    """Base of defenses that show the server one combined update, not each client's."""
 
     averages: ClassVar[bool] = False
     """Whether the combination, with the server's noise if any, is a mean in which clients with the
@@ -309,20 +313,21 @@ class AggregationDefense(Plugin):
     def combine(self, updates: Iterable[Update]) -> Update:
         """Returns the one update that the server sees, and takes `updates` one by one.
 
-        Of a `NoisyAggregation` it is that before `add_noise`. Its `num_examples` is the sum of
-        theirs, and its tensors share no memory with theirs. No updates are a FedsimError.
+        A `NoisyAggregation` returns it without noise. `num_examples` of the result is the sum of
+        theirs, and its tensors share no memory with theirs. It raises a FedsimError if there are no
+        updates.
         """
 
     def seen_by_one_of(self, participants: int) -> AggregationDefense:
         """Returns the aggregation as one of so many `participants` sees it.
 
-        That client takes its own update off. By default the others stay hidden as well as before.
+        This one takes its own update off. By default the others stay hidden as well as before.
         """
         return self
 
     @abstractmethod
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns what is proven of the combined update; `before` is proven of each update."""
+        """Returns what is proven of the combined update; `before` is proven of each one."""
 
     def effect(self, before: Guarantee) -> Effect:
         """Returns what is added to the plain sum or mean of the updates; by default UNKNOWN."""
@@ -344,11 +349,11 @@ class ServerRound:
 
 
 class NoisyAggregation(AggregationDefense):
-    """Aggregates by a trusted server that adds noise of its own to what it shows."""
+    """Base of aggregations by a trusted server that adds noise of its own to what it shows."""
 
     @abstractmethod
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
-        """Returns the mean that the server shows: the answer `combined` of `combine`, with noise.
+        """Returns the mean that the server shows: `combined`, which `combine` returned, with noise.
 
         A sum is divided by `round.clients`. `combined` is not changed. The streams of `round` are
         the only randomness, and are drawn from as in `UpdateDefense.apply`.
@@ -357,7 +362,7 @@ class NoisyAggregation(AggregationDefense):
 
 @dataclass(frozen=True, kw_only=True)
 class SumTerms:
-    """Holds the terms of a secure sum: all are public, and none is the server's choice."""
+    """Holds the public terms of a secure sum, none of which the server chooses."""
 
     threshold: float
     """Share of a round's participants that has to be in a sum; above 1/2."""
@@ -376,16 +381,16 @@ class SumTerms:
     The sum is that of clipped updates, each times its weight."""
 
     def client_noise(self, participants: int) -> float:
-        """Returns the standard deviation of each client's noise on an entry of its update.
+        """Returns the standard deviation of each client's noise on an entry of its weighted update.
 
-        The update is then clipped and weighted. `participants` is their number in the round.
+        `participants` is their number in the round.
         """
         # At least so many honest clients are in a sum, and their variances add up to `noise`².
         return self.noise / math.sqrt(participants * (self.threshold - self.colluding))
 
 
 class MaskedAggregation(NoisyAggregation):
-    """Aggregates by a protocol of clients and server, who sees masked vectors and their sum.
+    """Base of aggregations by a protocol in which the server sees masked vectors and their sum.
 
     The federation runs the protocol (`fedsim.federation.secure_aggregation`). `combine` and
     `add_noise` are what it comes to: the ideal functionality, with a trusted party in place of
@@ -396,7 +401,7 @@ class MaskedAggregation(NoisyAggregation):
     def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
         """Returns the terms of a secure sum of updates of which `before` is proven.
 
-        `most_examples` is the largest number that a client can report. A FedsimError says that
+        `most_examples` is the largest number that a client can report. It raises a FedsimError if
         nothing bounds what a client adds.
         """
 
@@ -428,7 +433,10 @@ def all_finite(update: Tensors) -> bool:
 
 
 def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
-    """Returns `update` plus N(0, std^2) on every entry, by `add_noise`; `std` 0 changes no bit."""
+    """Returns `update` plus N(0, std^2) on every entry, see `standard_normal` and `add_noise`.
+
+    A `std` of 0 changes no bit and draws nothing; a negative one is a ValueError.
+    """
     if std == 0:
         return dict(update)
     return add_noise(update, std, standard_normal(update, rng))
@@ -437,7 +445,8 @@ def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
 def standard_normal(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
     """Returns float64 draws of N(0, 1), of the names, shapes and devices of `like`.
 
-    They protect if `rng` is a `fedsim.rng.Stream`; any other's are torch's, and can be predicted.
+    `rng` is on the CPU. They protect only if it is a `fedsim.rng.Stream`; draws from another are
+    torch's, and can be predicted.
     """
     return {
         # Drawn on the CPU and moved, so that every device adds the same noise.
@@ -447,13 +456,13 @@ def standard_normal(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
 
 
 def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
-    """Returns `update` plus `std` > 0 times the float64 `noise`, without its low bits.
+    """Returns `update` plus `std` > 0 times the float64 `noise` of its names, without its low bits.
 
-    The low bits of a float tell which values it can be a noisy version of (Mironov, On Significance
-    of the Least Significant Bits for Differential Privacy, CCS 2012). So the float64 sum is rounded
-    to a multiple of at most `std` / 2^18, then to the type of the update. Near 0, noise can have
-    10^9 values within one such step; beyond 6.8 deviations, where one entry in 10^11 lies, few or
-    none.
+    The low bits of a float tell which values it can be a noisy version of: see Mironov, On
+    Significance of the Least Significant Bits for Differential Privacy, CCS 2012. So the float64
+    sum is rounded to a multiple of at most `std` / 2^18, then to the type of the update. Near 0,
+    noise can have 10^9 values within one such step; beyond 6.8 deviations, where one entry in 10^11
+    lies, few or none.
     """
     return {
         name: without_low_bits(tensor.double() + std * noise[name], std).to(tensor.dtype)

@@ -16,7 +16,7 @@ from fedsim.types import Observation, Tensors
 
 
 class Meaning:
-    """Says what a field of `Grant` is about, and what each of its values means."""
+    """Says who can use a field of `Grant`, and what each of its values grants."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Meaning:
         """Stores the meaning of one field.
 
         Args:
-            of: Targets of the attacks that can use the field.
+            of: Whether attacks on images or those on rows of a table can use the field.
             words: Wording of what each value grants, in their order; empty if nothing needs saying.
             from_truth: Least value that holds what only the victim knows; None if none does.
             honest: Largest value that an honest server has by itself; None if that is the least.
@@ -39,7 +39,8 @@ class Meaning:
 class Grant(BaseModel):
     """What the attacker is granted beyond the observation.
 
-    `Grant()` lets labels be inferred and grants nothing else; `Grant.least()` grants nothing.
+    `Grant()` lets labels be inferred and grants nothing else; `Grant.least()` grants nothing. The
+    values of each field are listed from least to most.
     """
 
     # Values of a field: from least to most.
@@ -103,19 +104,25 @@ class Grant(BaseModel):
 
     @classmethod
     def values(cls) -> dict[str, tuple[str, ...]]:
-        """Returns field -> its values, from least to most."""
+        """Returns each field's name -> its values, from least to most."""
         return {name: get_args(info.annotation) for name, info in Grant.model_fields.items()}
 
     @classmethod
     def meanings(cls, of: str | None = None) -> dict[str, Meaning]:
-        """Returns field -> meaning, for attacks on `of` (`images` or `rows`); None: all fields."""
+        """Returns each field's name -> its meaning, of the fields that attacks on `of` can use.
+
+        `of` is `images` or `rows`; None stands for all fields.
+        """
         # Pydantic keeps what `Annotated` adds to a type, here a `Meaning`, as metadata.
         own = {name: info.metadata[0] for name, info in Grant.model_fields.items()}
         return {name: meaning for name, meaning in own.items() if of in (None, meaning.of)}
 
     @classmethod
     def least(cls, **more: str) -> Grant:
-        """Returns the grant of `more`, and the least of all else; a ValidationError if unknown."""
+        """Returns the grant of `more` (`labels="known"`), and the least value of every other field.
+
+        It raises pydantic's ValidationError if a field or value is unknown.
+        """
         least = {name: values[0] for name, values in cls.values().items()}
         return Grant.model_validate(least | more)
 
@@ -125,7 +132,7 @@ class Grant(BaseModel):
         return Grant.model_validate({name: values[-1] for name, values in cls.values().items()})
 
     def lacks(self, needs: Grant) -> str | None:
-        """Returns advice on the first field that this grant lacks of `needs`; None if none."""
+        """Returns advice on the first field that falls short of `needs`; None if none does."""
         for name, values in self.values().items():
             granted, needed = getattr(self, name), getattr(needs, name)
             # Values are listed from least to most, so that more than what is needed is enough, too.
@@ -137,7 +144,7 @@ class Grant(BaseModel):
         return None
 
     def from_truth(self) -> list[str]:
-        """Returns the granted fields that only the victim knows, as `labels=known`."""
+        """Returns the granted values that only the victim knows, as `labels=known`; often empty."""
         return [
             f"{name}={getattr(self, name)}"
             for name, meaning in self.meanings().items()
@@ -145,7 +152,7 @@ class Grant(BaseModel):
         ]
 
     def beyond_honest(self) -> list[str]:
-        """Returns the granted fields that no honest server has by itself, as `public=test`."""
+        """Returns the granted values that no honest server has by itself, as `public=test`."""
         values = self.values()
         return [
             f"{name}={getattr(self, name)}"
@@ -165,8 +172,7 @@ class Grant(BaseModel):
 class MembershipCandidates:
     """Holds the examples of which a membership attack on updates says whether they took part.
 
-    A fair coin decided it for each of them. Where a mean was seen, they are those of all its
-    clients.
+    A fair coin decided it for each of them. If a mean was seen, they are those of all its clients.
     """
 
     inputs: Tensor
@@ -178,13 +184,13 @@ class MembershipCandidates:
     of all clients that the watcher sees, ordered by round and client."""
 
     def of_victim(self, attacked: Observation) -> tuple[Observation, ...]:
-        """Returns the recordings of the `attacked` client, or of the mean, by round."""
+        """Returns those of `seen` with the client of `attacked` (-1 for a mean), by round."""
         return tuple(each for each in self.seen if each.client == attacked.client)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRecords:
-    """Holds the examples of which a source attack says which of the seen clients holds each."""
+    """Holds the N examples of which a source attack says which of the seen clients holds each."""
 
     inputs: Tensor
     """(N, C, H, W) pixels on [0, 1], or (N, D) entries of rows of a table."""
@@ -193,7 +199,7 @@ class SourceRecords:
     seen: tuple[Observation, ...]
     """Recordings as in `MembershipCandidates.seen`."""
     participants: tuple[tuple[int, ...], ...]
-    """Clients that each of `seen` is the update, or the mean update, of."""
+    """Clients whose update, or mean update, each recording is, in the order of `seen`."""
 
     @property
     def clients(self) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ class Mechanism:
 
     @property
     def reach(self) -> int:
-        """Largest distance between neighbours' contributions, in units of the L2 bound C."""
+        """Sensitivity in units of the L2 bound C: 2 under relation `replace_one`, else 1."""
         # The other contribution may be the opposite one: both have length C, and are 2C apart.
         return 2 if self.relation == "replace_one" else 1
 
@@ -53,8 +53,8 @@ def of_steps(
 ) -> Mechanism:
     """Returns the mechanism of Gaussian noise on the sum of clipped gradients of every step.
 
-    Neighbours differ in one example. Where examples are drawn independently of each other, it is
-    there or not (`zero_out`); in a batch of fixed size, another one is in its place
+    Neighbours differ in one example. If examples are drawn independently of each other, it is there
+    or not (`zero_out`). Else batches have a fixed size, and another one is in its place
     (`replace_one`). `training` is that after the stack's training defenses; all else is as in
     `Mechanism`.
     """
@@ -76,7 +76,7 @@ def of_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMechanism(ABC):
-    """Describes a release that is no Gaussian mechanism, but whose ε has a proof of its own.
+    """Base of releases that are no Gaussian mechanism, but whose ε has a proof of its own.
 
     `relation` says from which neighbours data are hidden: `add_or_remove` are data with and without
     them, `relative` those that keep to an assumption. `accountant` says in a few words how ε is
@@ -92,13 +92,13 @@ class ExactMechanism(ABC):
         """Returns the least proven ε at `delta` of so many independent `releases`; inf if none."""
 
     def with_share(self, share: float) -> ExactMechanism | None:
-        """Returns the release with `share` of its noise's variance; None (default): not known."""
+        """Returns the release with its noise's variance times `share`; None (default): unknown."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurveMechanism(ABC):
-    """Describes a release that is not Gaussian, but composes, as its whole privacy curve is known.
+    """Base of releases that are not Gaussian, but compose, as their whole privacy curve is known.
 
     `beta` is how far neighbours' examples are apart at most, under relation `close`; under
     `relative` neighbours also keep to an assumption. `accountant` says in a few words how the curve
@@ -112,16 +112,19 @@ class CurveMechanism(ABC):
 
     @abstractmethod
     def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns ln δ at each of `epsilons` >= 0, in their shape.
+        """Returns ln δ of the release at each ε >= 0 of `epsilons`, in their shape.
 
-        It is the largest over neighbours, in both directions.
+        δ is the largest over all neighbours, in both directions.
         """
 
 
 @final
 @dataclass(frozen=True)
 class Composed:
-    """Composes independent releases of the same data; FedsimError if their unit or β differs."""
+    """Composes one or more independent releases of the same data.
+
+    Building it raises a FedsimError if the unit or β of two `parts` differ.
+    """
 
     parts: tuple[CurveMechanism, ...]
 
@@ -136,18 +139,18 @@ class Composed:
 
     @property
     def unit(self) -> Unit:
-        """Unit that all parts hide: a `client`, or an `example`."""
+        """What all parts hide: a whole `client`, or one `example`."""
         return self.parts[0].unit
 
     @property
     def relation(self) -> Relation:
-        """Relation of all parts; `relative` as soon as one part's is."""
+        """Relation of neighbours: `relative` if any part's is, else that of the first part."""
         relative = any(part.relation == "relative" for part in self.parts)
         return "relative" if relative else self.parts[0].relation
 
     @property
     def accountant(self) -> str:
-        """Names of the parts' accountants, and their β."""
+        """How ε is found, in words: the accountants of all parts, and their β."""
         return f"{self._names}, β = {self.parts[0].beta:g}"
 
     @property
@@ -163,7 +166,7 @@ Statistic = Literal["features", "kernel"]
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """Describes a closed-form learner's release of a client's rows D, as privacy depends on it.
+    """Describes what a closed-form learner releases of a client's rows D, as privacy depends on it.
 
     `sketch`: D'G, G of standard normal entries. `coefficients`: those of least squares.
     `sketched_coefficients`: those of least squares on a sketch. `normal_coefficients`: a draw of
@@ -176,7 +179,7 @@ class Release:
     row_norm: float
     """l, the public bound on the L2 norm of a row of D (features and target)."""
     columns: int
-    """r, the columns of G (0 for `coefficients`)."""
+    """r, the number of columns of G; 0 for `coefficients`."""
     features: int
     """d, the number of features."""
     statistics: tuple[Statistic, ...] = ()
@@ -205,7 +208,7 @@ class Guarantee:
 
     @property
     def entries(self) -> int | None:
-        """Number of floating-point entries of the update; None where it is not known yet."""
+        """Number of floating-point entries of the update; None where shapes are not known yet."""
         return None if self.shapes is None else sum(map(math.prod, self.shapes))
 
     def bounded(self, norm: float) -> Guarantee:
