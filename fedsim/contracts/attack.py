@@ -350,8 +350,7 @@ def _is_finite(answer: Reconstruction) -> bool:
 
 
 def images_alone(attack: str) -> str:
-    """Returns the error message that the attack named `attack` takes images, and no table's rows.
-    """
+    """Returns the error message that `attack` (its name) takes images, and not rows of a table."""
     return (
         f"{attack} takes a model's inputs for images, and these are rows of a table; use "
         "inverting_gradients or label_inference"

@@ -41,8 +41,8 @@ table it is (rows (n, d + 1), labels)."""
 class Problem:
     """Describes what a learner works on: one stack's federation, without its clients' data.
 
-    `seed` is the scenario's, from which it derives weights and other public draws, and `clients`
-    counts those of the federation.
+    `learner` is the learner as the scenario names it. It derives weights and other public draws
+    from `seed`, the scenario's. `clients` counts those of the federation.
     """
 
     learner: Named
@@ -61,22 +61,28 @@ class Problem:
     plants: bool = False
     """Whether the server plants neurons in what it sends with a probe, and trains without them."""
     projection_radius: float | None = None
-    """L2 radius of the ball around the initial weights in which the global model is held; or
-    None."""
+    """L2 radius of the ball around the initial weights that the global model is kept in; None: no
+    ball."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Holds what a client is asked in a round, at the global model's `parameters` and `buffers`."""
+    """Holds what a client is asked in a round, at the global model's `parameters` and `buffers`.
+
+    `batches` has (pixels (B, C, H, W) or features, on [0, 1], labels (B,)) of each local step. A
+    learner that releases once gets one batch of all that the client holds; for a table it is (rows
+    (n, d + 1), labels).
+    """
 
     batches: LabelledBatches
     parameters: Tensors
     buffers: Tensors
     training: LocalTraining
-    """Local training after the stack's training defenses; meaningless where nothing is trained."""
+    """Local training after the stack's training defenses; ignored by a learner that trains
+    nothing."""
     stream: torch.Generator
-    """Stream of the learner, apart from that of the defense; `fedsim.rng.normal` draws from it what
-    has to stay secret."""
+    """Stream of the learner's draws, apart from the defenses'; `fedsim.rng.normal` draws from it
+    what has to stay secret."""
     recorded: bool
     """Whether the round is observed, so that the truth will be asked for."""
 
@@ -89,6 +95,7 @@ class Computed:
     """Update on any device, named and shaped like the parameters: a gradient or a change of
     weights, as `LocalTraining` says, or the release."""
     buffers: Tensors
+    """New buffers of the client's model, such as batch-norm statistics; empty if it has none."""
     num_examples: int
     """Weight in the mean over the clients, which the server gets to see."""
     truth: GroundTruth | None
@@ -103,11 +110,12 @@ class Evaluation:
 
     loss: float
     accuracy: float | None
-    """Share of the test data classified correctly, from 0 to 1; None if no class is told."""
+    """Share of the test data classified correctly, from 0 to 1; None for a learner without
+    classes."""
 
 
 class Computation(ABC):
-    """Carries out a learner's work in one stack's federation."""
+    """Base of what a learner does in one stack's federation, at its clients and at the server."""
 
     spec: ModelSpec | None = None
     """Description of the model; None for a learner that trains none."""
@@ -126,9 +134,10 @@ class Computation(ABC):
         return self.spec
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth | None:
-        """Returns the rows that a client's release may be computed from, one for each of `inputs`.
+        """Returns the rows that a client's release is computed from, one for each of `inputs`.
 
-        All are members, and of client 0. None, by default, where releases are never observed.
+        `inputs` (n, ...) and `labels` (n,) are examples of the client. All rows are members, and of
+        client 0. None, by default, where releases are never observed.
         """
         return None
 
@@ -140,35 +149,40 @@ class Computation(ABC):
         return training.num_images
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Raises a FedsimError if {client: (inputs, labels)} defy a claim; by default none do."""
+        """Refuses, by a FedsimError, data for which a defense's claim fails; by default none.
+
+        `clients` maps each client to its (inputs, labels).
+        """
         return
 
     @abstractmethod
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns (parameters, buffers) before the first round; the same for every stack."""
+        """Returns the (parameters, buffers) before the first round; the same for every stack."""
 
     @abstractmethod
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Computes one client's update of one round; `rng` is the defenses' stream.
+        """Computes one client's update of one round; the defenses' draws come from `rng`.
 
-        Training asks for directions within `Stack.memory_of`, which its caller has entered.
+        Training asks `Stack.gradient` for the direction of every step. The caller has entered
+        `Stack.memory_of`, from which steps go on.
         """
 
     @abstractmethod
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
         """Returns a global parameter after a client's `update` of it; `before` is its value.
 
-        The result is what the strategy averages over clients. A gradient is subtracted, times the
-        learning rate of `training`, that of the round. A change of weights is added, and a release
-        is the result.
+        The strategy averages the results over clients. A gradient is subtracted, times the learning
+        rate of `training`, that of the round. A change of weights is added, and a release is the
+        result.
         """
 
     def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
         """Returns the clients' mean update of one parameter, float64, as two global models tell it.
 
-        Its values there are `before` and `after`. The method undoes `apply_update` and `finalize`
-        of a mean in which all clients weigh the same. Only learners for which that is possible
-        override it; the default refuses by a FedsimError.
+        The parameter's values there are `before` and `after`, and `training` is that of the round
+        between. The method undoes `apply_update` and `finalize` of a mean in which all clients
+        weigh the same. Only learners for which that is possible override it; the default refuses by
+        a FedsimError.
         """
         raise FedsimError(
             "two global models do not tell the mean update of this learner's clients; remove "
@@ -184,15 +198,21 @@ class Computation(ABC):
 
     @abstractmethod
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
-        """Evaluates the global model on the test split."""
+        """Returns how well the global model of these `parameters` does on the test split."""
 
     @abstractmethod
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """Returns `parameters` with neurons planted by `seed`, as the server sends with probes."""
+        """Returns `parameters` with neurons planted in the head, as a dishonest server sends them.
+
+        `seed` draws the planted weights. A learner that trains no model returns `parameters`.
+        """
 
 
 def model_spec(problem: Problem) -> ModelSpec:
-    """Describes the problem's network (there must be one) for the inputs of its data source."""
+    """Returns the description of the problem's network, for the inputs of its data source.
+
+    A problem without a `model`, or whose `dataset` is a Table, is an AssertionError.
+    """
     model, dataset = problem.model, problem.dataset
     assert model is not None
     assert isinstance(dataset, Dataset)
@@ -221,30 +241,30 @@ class Learner(Plugin):
     scenario names one (`model`, `training.weights`)."""
 
     def view(self, data: Dataset | Table) -> Dataset | Table:
-        """Returns `data` as the learner computes from them; a FedsimError if they lack it."""
+        """Returns `data` in the form that it computes from; a FedsimError if they have none."""
         return data
 
     def payload(self) -> Payload | None:
-        """Returns the kind of what clients send; None, the default, if no attack reads it."""
+        """Returns the kind of message that clients send; None (default) if no attack reads it."""
         return None
 
     def least_examples(self, training: LocalTraining) -> int:
-        """Returns how many examples a client has to hold, before any defense; by default 1."""
+        """Returns the least number of examples of a client under `training`; by default 1."""
         return 1
 
     @abstractmethod
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner to one stack's federation; FedsimErrors say that it does not fit."""
+        """Binds the learner to one stack's federation; a FedsimError says why it does not fit."""
 
 
 class TrainingLearner(Learner):
-    """Defines a learner that trains a model over rounds, as `training` says."""
+    """Base of learners that train a model over rounds, as a scenario's `training` says."""
 
     trains: ClassVar[bool] = True
     section: ClassVar[str] = "model"
 
     def view(self, data: Dataset | Table) -> Dataset | Table:
-        """Returns `data` as a Dataset, or as it is if `self.data` is Table.
+        """Returns a table as a Dataset of inputs and classes; all as it is if `self.data` is Table.
 
         A FedsimError refuses to make a Dataset of a table whose target is a quantity.
         """
@@ -267,7 +287,7 @@ class DataSource(Plugin):
     def load(self) -> Dataset | Table:
         """Returns the whole set in memory, train and test split, in an order that never varies.
 
-        A FedsimError says where missing data were sought, and the remedy.
+        A FedsimError says where missing or unreadable data were sought, and the remedy.
         """
 
     @property
@@ -283,14 +303,14 @@ class DataSource(Plugin):
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
         """Returns `dataset` with all that this source computes from training data computed anew.
 
-        An audit calls it after it exchanged an image. The default returns `dataset`: nothing is
-        computed.
+        An audit calls it after it exchanged an image, so that bounds and means follow. The default
+        returns `dataset`: nothing is computed.
         """
         return dataset
 
 
 class Engine(Plugin):
-    """Carries a federation's messages, and decides where its clients compute.
+    """Base of engines, which carry a federation's messages and decide where its clients compute.
 
     A scenario names it by `federation.engine`, and sets no parameters of it.
     """

@@ -14,11 +14,11 @@ Row = dict[str, Any]
 
 
 def rows(kinds: Sequence[str]) -> list[Row]:
-    """Returns a row for every plugin of `kinds` (groups without `fedsim.`), broken or not.
+    """Returns a dictionary for each installed plugin of `kinds` (`attacks`), broken or not.
 
-    Those of one kind are sorted by name. A row has kind, name, package, version, summary, paper,
-    parameters (name, type, default, required, range, description) and error (None, or why the
-    plugin cannot be used).
+    They follow the order of `kinds`, then names. Keys are kind, name, package, version, summary,
+    paper, parameters (name, type, default, required, range, description) and error (None, or why
+    the plugin cannot be used). An unknown kind is a PluginError.
     """
     return [
         {
@@ -37,7 +37,7 @@ def rows(kinds: Sequence[str]) -> list[Row]:
 
 
 def render(found: Sequence[Row], width: int = 80) -> str:
-    """Renders rows of `rows` as text for a terminal of `width` characters, with lines wrapped."""
+    """Renders what `rows` returned as text for a terminal, its lines at most `width` characters."""
     blocks: list[str] = []
     kind = None
     for row in found:
@@ -58,7 +58,11 @@ def _block(row: Row, width: int) -> list[str]:
 
 
 def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
-    """Renders `parameters` of a row as lines of at most `width` characters, in aligned columns."""
+    """Renders `parameters`, as a row of `rows` has them, as lines of at most `width` characters.
+
+    Each has a line of name, default, type and range, in aligned columns if they fit, and its
+    description below.
+    """
     table = []
     for each in parameters:
         default = "required" if each["required"] else f"= {json.dumps(each['default'])}"
@@ -78,7 +82,10 @@ def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
 
 
 def wrap_text(text: str, width: int, indent: int) -> list[str]:
-    """Wraps `text` to `width` characters, indented by `indent`, and deeper from line 2 on."""
+    """Wraps `text` into lines of at most `width` characters; none if it is empty.
+
+    Line 1 is indented by `indent` spaces, all later ones by two more.
+    """
     return textwrap.wrap(
         text.rstrip(),
         width,

@@ -25,7 +25,7 @@ from fedsim.types import FedsimError
 
 
 class ScoringError(FedsimError):
-    """A reconstruction cannot be scored: the trial fails, and its row states this reason."""
+    """Raised if a reconstruction cannot be scored; the row of the failed trial has the message."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,12 @@ TensorMetric = Callable[[Tensor, Tensor], MetricValue]
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredPair:
-    """Holds an answer beside the truth, as the functions of metrics get them."""
+    """Holds an answer beside the truth, as `Metric.compute` gets them."""
 
     claimed: Tensor
     """(N, ...) answer in the order of the truth, where it was matched."""
     truth: Tensor
+    """(N, ...) what clients really used, on the CPU as all is here."""
     unordered: Tensor | None = None
     """(M, ...) as the attack returned it; None if that had the order of the truth."""
     aid: Any = None
@@ -92,7 +93,7 @@ class Metric:
 
     @property
     def term(self) -> Term:
-        """Entry of the glossary that explains the metric's column."""
+        """Glossary entry of the metric: `described`, or one of its heading and `meaning`."""
         if self.described:
             return self.described
         # The key is the term's anchor in a page.
@@ -101,12 +102,12 @@ class Metric:
         return Term(key=key, name=self.heading or self.name, meaning=f"{meaning}.")
 
     def gain(self, value: float, over: float) -> float:
-        """Returns by how much `value` leaks more than `over`, in the metric's unit."""
+        """Returns by how much `value` leaks more than `over`, in the metric's unit; < 0: less."""
         return value - over if self.larger_leaks else over - value
 
 
 def ordered(function: TensorMetric) -> Callable[[ScoredPair], MetricValue]:
-    """Adapts a function of (claimed, truth) to the signature of `Metric.compute`."""
+    """Adapts a function of (claimed, truth), each (N, ...), to be a `Metric.compute`."""
     return lambda pair: function(pair.claimed, pair.truth)
 
 
@@ -131,12 +132,12 @@ class GuessChances:
 def bound_chances(
     distances: Tensor, radii: Sequence[float], groups: Tensor | None = None
 ) -> tuple[float, ...]:
-    """Returns for each of `radii` a bound on the chance that one answer is so near to the truth.
+    """Returns for each of `radii` an upper bound on the chance of an answer so near to the truth.
 
-    Bounds are upper ones. The truth is drawn uniformly from N candidates of these (N, N)
-    `distances`. Candidates within r of one answer are within 2 r of each other, so that no answer
-    has more of them near than some candidate has within 2 r. `groups` (N,) is what the attacker
-    knows of the truth, such as its label; None: nothing.
+    The truth is drawn uniformly from N >= 1 candidates of these (N, N) `distances`. Candidates
+    within r of one answer are within 2 r of each other. So no answer has more of them near than
+    some candidate has within 2 r. `groups` (N,) is what the attacker knows of each candidate, such
+    as its label; None: nothing.
     """
     count = len(distances)
     groups = torch.zeros(count, dtype=torch.int64) if groups is None else groups
@@ -155,8 +156,8 @@ MISSING = -1
 def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
     """Assigns reconstructions (M, ...) to truths (N, ...) so that the total squared error is least.
 
-    `assignment[i]` is the reconstruction that is scored against truth i. Both are finite, on the
-    CPU, and need no gradient.
+    Returns N indices: entry i is the reconstruction that is scored against truth i. Both are
+    finite, on the CPU, and need no gradient.
 
     If M > N, only the first N reconstructions count: an attack that hands in many guesses must rank
     them itself, for choosing among them by the truth would be an oracle. If M < N, N - M truths are
@@ -172,9 +173,10 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
 
 
 def assign(cost: Tensor) -> list[int]:
-    """Returns the column of each row of `cost` (N, M) at the least total cost.
+    """Returns for each row of `cost` (N, M) its own column, at the least total cost.
 
-    The N - M rows that are left over if N > M get `MISSING`. `cost` is on the CPU, without NaN.
+    The N - M rows that are left over if N > M get `MISSING` (-1). `cost` is on the CPU, without
+    NaN.
     """
     if cost.shape == (1, 1):  # without scipy, whose import takes half a second
         return [0]
@@ -189,9 +191,10 @@ def assign(cost: Tensor) -> list[int]:
 
 
 def align(values: Tensor, assignment: list[int], fill: Tensor) -> Tensor:
-    """Returns `values` (M, ...) on the CPU in the order of truths, by their `assignment`: (N, ...).
+    """Returns `values` (M, ...) in the order of N truths: (N, ...), on the CPU.
 
-    Where that is `MISSING`, `fill` (...) stands.
+    Entry k of `assignment` is the index of the value for truth k. If it is `MISSING` (-1), `fill`
+    (...) stands there. N has to be at least 1.
     """
     values = values.detach().cpu()
     fill = fill.detach().cpu().to(values.dtype)

@@ -39,13 +39,14 @@ GROUPS = (
 
 
 class PluginError(FedsimError):
-    """A plugin does not exist or cannot be loaded."""
+    """Raised if a plugin does not exist or cannot be loaded; the message names the remedy."""
 
 
 class Plugin(BaseModel, ABC):
-    """Base of everything that a scenario names: frozen, unknown parameters refused, finite.
+    """Base of everything that a scenario names: a frozen pydantic model of the plugin's parameters.
 
-    The docstring below a field describes the parameter wherever it is listed.
+    An unknown, infinite or NaN parameter is a ValidationError. The docstring below a field
+    describes the parameter wherever it is listed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -74,10 +75,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Installed:
-    """Describes a plugin as `fedsim list` shows it.
+    """Describes a plugin, registered as `name` in `group`, as `fedsim list` shows it.
 
     `error` says why it cannot be loaded, or is None; `cls` is then None, and `parameters` are
-    empty. `version` is that of its package, `?` if not known.
+    empty. `version` is that of its `package`, `?` if not known.
     """
 
     group: str
@@ -117,16 +118,16 @@ def _points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Returns the names registered in `group`, sorted; a PluginError if it is none of `GROUPS`."""
+    """Returns the sorted names of `group` (`fedsim.attacks`); a PluginError if it is unknown."""
     return tuple(sorted(_points(group)))
 
 
 def load(group: str, name: str) -> type[Plugin]:
-    """Loads the class registered as `name` in `group`.
+    """Loads the class registered as `name` in `group`, such as `fedsim.attacks`.
 
     Raises:
-        PluginError: there is no such group or name (with the nearest one), two packages claim the
-            name, or importing it failed (with the cause).
+        PluginError: there is no such group or name, or two packages claim it; it cannot be
+            imported, or is no concrete subclass of `Plugin`.
     """
     kind = group.removeprefix("fedsim.")
     points = _points(group).get(name, ())
@@ -166,7 +167,7 @@ def load(group: str, name: str) -> type[Plugin]:
 
 
 def reference(group: str, plugin: Plugin) -> Named:
-    """Returns the name and the parameters that build `plugin`; a PluginError if it has no name."""
+    """Returns the name and parameters that build `plugin`; a PluginError if `group` has no name."""
     kind = type(plugin)
     value = f"{kind.__module__}:{kind.__qualname__}"
     for name, points in _points(group).items():
@@ -192,7 +193,7 @@ def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
 
 
 def list_installed(group: str) -> list[Installed]:
-    """Lists plugins by name, also those that do not load; a PluginError if `group` is none."""
+    """Returns the plugins of `group` by name, also broken ones; a PluginError if it is unknown."""
     rows = []
     # Where two packages claim the name, `load` says so; the first stands for the row.
     for name, (point, *_) in sorted(_points(group).items()):
@@ -207,7 +208,10 @@ def list_installed(group: str) -> list[Installed]:
 
 
 def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
-    """Returns the JSON Schema of a plugin's parameters; a PluginError if a type has none."""
+    """Returns the JSON Schema of a plugin's parameters; a PluginError if a type has none.
+
+    `ref_template` is the form of references to nested models, as of pydantic's `model_json_schema`.
+    """
     try:
         return cls.model_json_schema(ref_template=ref_template, schema_generator=Described)
     except Exception as error:  # pydantic has no common base for what may go wrong here
@@ -218,7 +222,7 @@ def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[
 
 
 def parameters(cls: type[BaseModel]) -> tuple[Parameter, ...]:
-    """Returns the parameters of a plugin, in the order of its class; it raises as `schema` does."""
+    """Returns the parameters of a plugin in the order of its class; it raises as `schema` does."""
     whole = schema(cls)
     definitions = whole.get("$defs", {})
     required = whole.get("required", [])
@@ -278,14 +282,14 @@ def _name(package: Distribution) -> str:
 
 
 class Described(GenerateJsonSchema):
-    """Describes each field in a JSON Schema by the docstring below it in its class.
+    """Makes JSON Schemas in which the docstring below a field of a class describes that field.
 
-    Pydantic's `use_attribute_docstrings` does so whenever a class is made, which takes every
-    process a second.
+    `schema` hands it to pydantic. Pydantic's own `use_attribute_docstrings` does so whenever a
+    class is made, which takes every process a second.
     """
 
     def model_schema(self, schema: core_schema.ModelSchema) -> dict[str, Any]:
-        """Returns the schema of one model."""
+        """Returns the JSON Schema of one model, given pydantic's core `schema` of it."""
         made = super().model_schema(schema)
         texts = descriptions(schema["cls"])
         for name, item in made.get("properties", {}).items():
@@ -296,7 +300,11 @@ class Described(GenerateJsonSchema):
 
 
 def descriptions(cls: type) -> Mapping[str, str]:
-    """Returns field -> docstring below it, of a class and those that it derives from."""
+    """Returns each field's name -> the docstring below it, with those of classes it derives from.
+
+    Fields without one are left out. It is empty for a class that is no pydantic model, or is in no
+    file.
+    """
     # From the bases on, so that a subclass's own text wins.
     return {name: text for each in reversed(cls.__mro__) for name, text in _texts_of(each).items()}
 

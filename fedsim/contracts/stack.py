@@ -36,9 +36,9 @@ class Stack:
     """Holds the defenses of a stack in the order in which they act; `chain` makes and checks it.
 
     Those of the model, data, training and statistics come first, then those of updates, then the
-    aggregation. `release` of its methods describes what a closed-form learner releases, None for a
-    learner that trains. `declared` is the local training before any defense. Methods that need what
-    is proven fail as `guarantees` does.
+    aggregation. Arguments of the same name mean the same in all its methods. `declared` is the
+    local training before any defense. `release` describes what a closed-form learner releases; None
+    for a learner that trains. Methods that need what is proven fail as `guarantees` does.
     """
 
     training_defenses: tuple[TrainingDefense, ...] = ()
@@ -58,7 +58,7 @@ class Stack:
     """Indices of training defenses that were asked for a direction."""
 
     def note_shapes(self, parameters: Iterable[Tensor]) -> None:
-        """Notes the shapes of an update of `parameters`, on which some guarantees depend."""
+        """Keeps the shapes of the floating-point `parameters`, on which some guarantees depend."""
         shapes = tuple(tuple(p.shape) for p in parameters if p.is_floating_point())
         object.__setattr__(self, "shapes", shapes)
 
@@ -70,16 +70,16 @@ class Stack:
 
     @property
     def directed(self) -> bool:
-        """Whether `gradient` has been called; always False without training defenses."""
+        """Whether `gradient` has ever been called; always False without training defenses."""
         return bool(self._directed)
 
     @property
     def least_clients(self) -> int:
-        """Least number of clients whose updates may be combined: fewer share too little noise."""
+        """Least number of clients whose updates may be combined; fewer hold too little noise."""
         return self.data_defense.least_clients if self.data_defense and self.aggregation else 1
 
     def sigma(self, release: Release) -> float:
-        """Returns σ of the σ I that a client appends to its rows; 0 without a data defense."""
+        """Returns σ of the rows σ I that a client appends to its rows; 0 without a data defense."""
         return self.data_defense.sigma(release) if self.data_defense else 0.0
 
     def private(
@@ -87,9 +87,11 @@ class Stack:
     ) -> Tensor:
         """Returns a client's statistic made private, or `value` itself if nothing acts on it.
 
+        A FedsimError says that a defense cannot keep to its claim.
+
         Args:
             statistic: Name of the statistic.
-            value: Features (n, d) or kernel matrix (n, n).
+            value: Features (n, d) or kernel matrix (n, n), which is not changed.
             release: Release that is computed from it.
             rng: Stream of the defenses, on the CPU.
         """
@@ -103,7 +105,11 @@ class Stack:
         return [d for d in self.statistic_defenses if d.statistic == statistic and d.assumes]
 
     def effect(self, declared: LocalTraining, release: Release | None = None) -> Effect:
-        """Returns what the whole stack does to the update; for rows, `ReleaseSpec` says it."""
+        """Returns what the whole stack does to an update; it fails as `guarantees` does.
+
+        `declared` is the local training before any defense. `release` is what a closed-form learner
+        releases (its effect is in `ReleaseSpec`), or None.
+        """
         proven = self.guarantees(declared, release)
         training = self.training(declared)
         whole = Effect()
@@ -130,13 +136,17 @@ class Stack:
         return "aggregate" if self.aggregation else "server"
 
     def training(self, declared: LocalTraining) -> LocalTraining:
-        """Returns the local training `declared`, after every training defense."""
+        """Returns the local training that all training defenses, in order, make of `declared`."""
         for defense in self.training_defenses:
             declared = defense.training(declared)
         return declared
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the function that gives the direction of a `step`, by every training defense."""
+        """Returns the function that gives the direction of a `step`, by all training defenses.
+
+        Defenses with a memory use that of the `memory_of` block around its calls, or else begin
+        anew.
+        """
         for index, defense in enumerate(self.training_defenses):
             # Noted, so that a learner that trains around its defenses is found out
             # (`federation.refusals`).
@@ -151,7 +161,7 @@ class Stack:
 
     @property
     def remembers(self) -> bool:
-        """Whether a client has to keep a state between its rounds."""
+        """Whether a client has to keep defenses' state between its rounds."""
         training = any(isinstance(d, StatefulTrainingDefense) for d in self.training_defenses)
         return training or bool(self.update_defenses)
 
@@ -184,7 +194,8 @@ class Stack:
     ) -> list[Guarantee]:
         """Returns what is proven before the first update defense, and after each later stage.
 
-        Later stages are the update defenses in order, and the aggregation.
+        Later stages are the update defenses in order, and the aggregation. `declared` is the local
+        training before any defense, and `release` that of a closed-form learner (None: it trains).
 
         Raises:
             FedsimError: a defense does not fit the learner, or cannot follow what comes before it.
@@ -241,7 +252,10 @@ class Stack:
         return Guarantee(mechanism=Composed(tuple(parts.values())), reason="")
 
     def shows_losses(self, declared: LocalTraining) -> bool:
-        """Returns whether clients may report losses: not if updates are hidden or privatized."""
+        """Returns whether clients may report losses: not if updates are combined or noised.
+
+        `declared` is the local training before any defense. It fails as `guarantees` does.
+        """
         proven = self.guarantees(declared)
         # A loss is a function of the data that none of the noise hides.
         return self.aggregation is None and not any(held.mechanism for held in proven)
@@ -249,7 +263,10 @@ class Stack:
     def init(
         self, update: Tensors, declared: LocalTraining, release: Release | None = None
     ) -> Tensors:
-        """Returns the state of all update defenses before round 1, named by index (`0.name`)."""
+        """Returns the state of all update defenses before round 1, named by index (`0.name`).
+
+        Updates are shaped like `update`. `declared`, `release` and failures are as of `guarantees`.
+        """
         proven = self.guarantees(declared, release)
         return {
             f"{index}.{name}": tensor
@@ -261,9 +278,10 @@ class Stack:
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns (defended update, next state); integer tensors pass all update defenses by.
+        """Returns (defended update, next state) of one client, by all update defenses in order.
 
-        `state` is what `init` or the previous round returned, and is not changed.
+        Integer tensors pass by. `state` is what `init` or the client's previous round returned, and
+        is not changed. `rng`, on the CPU, is the only source of randomness.
         """
         defended = _floating(update)
         after: dict[str, Tensor] = {}

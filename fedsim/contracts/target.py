@@ -45,7 +45,10 @@ class Resources:
 
 @dataclass(frozen=True)
 class HeldExamples:
-    """Names all examples that a client holds, of so many `classes`; a call makes inputs, labels."""
+    """Holds a client's examples to be read: a call returns (inputs (n, ...), labels (n,)) of all.
+
+    `read` does so, and `classes` is the number of classes that labels count from 0.
+    """
 
     read: Callable[[], tuple[Tensor, Tensor]]
     labels: Tensor
@@ -76,11 +79,11 @@ class TargetScores:
     """Metric -> how it was computed, where only like values compare."""
 
     def per_image(self) -> dict[str, list[float]]:
-        """Returns metric -> values, of metrics with one for each truth, in the truth's order."""
+        """Returns metric -> one value for each truth, in its order, of metrics that have such."""
         return {n: v.tolist() for n, v in self.values.items() if isinstance(v, Tensor)}
 
     def means(self) -> dict[str, float]:
-        """Returns the mean of each metric by name; a metric without a value is missing."""
+        """Returns the mean of each metric by name, without those that are `Unavailable`."""
         # Metrics with one value for all, such as a share of labels, are their own mean.
         tensors = {n: float(v.mean()) for n, v in self.values.items() if isinstance(v, Tensor)}
         return {n: v for n, v in self.values.items() if isinstance(v, float)} | tensors
@@ -103,7 +106,7 @@ class TargetGuess:
 
 @dataclass(frozen=True, kw_only=True)
 class GuessRequest:
-    """Asks for a guess at the truth of an observation by somebody who has what is `granted`."""
+    """Describes what somebody who saw no update, but has what is `granted`, is to guess."""
 
     truth: Truth
     found: Reconstruction | None = None
@@ -114,13 +117,14 @@ class GuessRequest:
 
 
 class Target(Plugin):
-    """Describes a kind of leak; `part`, `noun`, `singular`, `metrics`, `leaks` are required."""
+    """Base of targets, each one kind of leak. A field without a default has to be set."""
 
     part: ClassVar[str]
     """Name of the scored part, in an answer and in the truth."""
     noun: ClassVar[str]
     """Its noun in sentences, in the plural: `images`."""
     singular: ClassVar[str]
+    """The noun in the singular: `image`."""
     metrics: ClassVar[tuple[Metric, ...]]
     """Metrics of the target; the first one ranks attacks. If one has its name followed by
     `_beyond_chance`, trials without an interval are judged by that."""
@@ -172,18 +176,22 @@ class Target(Plugin):
 
     @property
     def ranking(self) -> Metric:
-        """Metric that ranks attacks."""
+        """Metric that ranks attacks: the first of `metrics`."""
         return self.metrics[0]
 
     def is_alike(self, values: Mapping[str, float | None], by: Iterable[str]) -> bool:
-        """Returns whether an answer is recognizable by any of the metrics of `likeness` in `by`.
+        """Returns whether any metric in `by` reaches the value that makes an answer recognizable.
 
-        In `values`, a metric that was not measured has None, here and below.
+        `by` names metrics of `likeness`. `values` has the answer's mean of each metric, None if not
+        measured.
         """
         return any(self._reaches(values.get(name), name, self.likeness[name]) for name in by)
 
     def agrees(self, values: Mapping[str, float | None]) -> bool:
-        """Returns whether all metrics of `agreement` that were measured reach what they must."""
+        """Returns whether all metrics of `agreement` that were measured reach their values there.
+
+        `values` has the answer's mean of each metric, None if not measured.
+        """
         return all(
             values.get(name) is None or self._reaches(values[name], name, least)
             for name, least in self.agreement.items()
@@ -196,8 +204,9 @@ class Target(Plugin):
     def is_recognizable(self, values: Mapping[str, float | None]) -> bool:
         """Returns whether an answer that leaks is recognizable, by the `values` of its metrics.
 
-        The first metric of `likeness` decides or, where it was not measured, the ranking metric.
-        Metrics of `agreement` that were measured have to agree. Without any that decides it is not.
+        Each is a mean, None if not measured. The first metric of `likeness` decides or, where that
+        has None, the ranking metric. Measured metrics of `agreement` have to agree. If neither has
+        a value, it is not.
         """
         if not self.agrees(values):
             return False
@@ -231,11 +240,11 @@ class Target(Plugin):
         return found.parts().get(self.part)
 
     def prepare(self, resources: Resources) -> Any:
-        """Returns aids for scores that take long to make (once in a process); by default None."""
+        """Returns aids for scores that take long to make; made once a process, by default None."""
         return None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, an answer: by default one of another shape, or not finite."""
+        """Refuses, by a ScoringError, an answer of another shape than the truth, or not finite."""
         true = self.truth_of(truth)
         if true is not None and answer.shape != true.shape:
             raise ScoringError(
@@ -245,10 +254,10 @@ class Target(Plugin):
             raise ScoringError(f"{self.part}: the answer is not finite")
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Compares a checked answer with the truth, by all metrics of this target.
+        """Compares an answer, which passed `check`, with the truth by all metrics of this target.
 
-        `aids` maps each target's `part` to what its `prepare` returned, here and below. By default
-        both are paired as they are; where the truth was not recorded, all metrics are unavailable.
+        Both are paired as they are, unless a target overrides it. If the truth was not recorded,
+        all metrics are `Unavailable`.
         """
         true = self.truth_of(truth)
         if true is None:
@@ -273,9 +282,10 @@ class Target(Plugin):
         return {metric.name: Unavailable(reason) for metric in self.metrics}
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scored guess; None where nothing is guessed.
+        """Returns the scored answer of somebody who saw no update; None if nothing is guessed.
 
-        By default every metric has its `uninformed` value, if the attack answered this target.
+        The default gives every metric its `uninformed` value if the attack answered this target,
+        else None.
         """
         if request.found is None or self.answer_of(request.found) is None:
             return None
@@ -297,8 +307,9 @@ class Target(Plugin):
     ) -> dict[str, Tensor]:
         """Returns name -> tensor to save of an answer and its truth, in the order of the truth.
 
-        `assignments` has that of each target that was matched, by its part. An `itemwise` answer
-        that was not matched itself follows the first.
+        `assignments` maps the part of each matched target to the index of the answer for each truth
+        (-1: none). An `itemwise` answer that was not matched itself follows the first. Empty
+        without a recorded truth, or without an answer if not `keeps_truth`.
         """
         answer, true = self.answer_of(found), self.truth_of(truth)
         if true is None or (answer is None and not self.keeps_truth):
@@ -327,7 +338,7 @@ class Target(Plugin):
         return tensors.get(answer_name), known
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns the answer to another update as one for this, the control; as it is by default.
+        """Returns the answer to another update as one to this, the control; by default as it is.
 
         `pairs` has the row of the other update that stands for each row of this one, for targets
         that are `asked_singly`. `truth` is that of this update.
@@ -401,7 +412,7 @@ METRICS: Mapping[str, Metric] = _Metrics()
 
 
 def ranking_targets() -> Mapping[str, Target]:
-    """Returns ranking metric -> the first target whose attacks it ranks."""
+    """Returns ranking metric -> the first target whose attacks it ranks; raises as `targets`."""
     ranked: dict[str, Target] = {}
     for target in targets().values():
         ranked.setdefault(target.ranking.name, target)
@@ -409,7 +420,7 @@ def ranking_targets() -> Mapping[str, Target]:
 
 
 def main_target(payload: Payload) -> Target:
-    """Returns the target of attacks on messages of kind `payload`; a PluginError if none is."""
+    """Returns the target of attacks on messages of kind `payload`; a PluginError if none has it."""
     for target in targets().values():
         if payload in target.payloads:
             return target

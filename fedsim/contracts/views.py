@@ -15,10 +15,10 @@ _GRAY = (0.299, 0.587, 0.114)
 
 
 def apply_view(images: Tensor, view: Sequence[ImageChange], spec: InputSpec) -> Tensor:
-    """Returns images (N, C, H, W), normalized as `spec` says, after the changes of `view` in order.
+    """Returns `images` after the changes of `view`, in order; both are normalized as `spec` says.
 
-    It is differentiable. What comes from outside of an image is black, and contrast keeps pixels in
-    [0, 1]. Rows of a table are returned as they are.
+    Images are (N, C, H, W). It is differentiable. What comes from outside of an image is black, and
+    contrast keeps pixels in [0, 1]. Rows of a table (N, D) are returned as they are.
     """
     if not view or images.ndim != 4:
         return images
