@@ -35,7 +35,7 @@ Cell = tuple[Any, ...]
 
 
 def folder_of(root: Path) -> Path:
-    """Returns the folder, in a run's `root`, of updates of public images and their answers."""
+    """Returns the folder, in a run's `root`, of controls that were made of public images."""
     return root / CONTROL
 
 
@@ -62,10 +62,18 @@ def _made_of_public(members: Sequence[Row], root: Path) -> Path | None:
 def record_public(
     rows: Sequence[Row], root: Path, servers: Mapping[str, Server]
 ) -> list[tuple[str, Path]]:
-    """Records updates of public images for cells of `rows` without another client's update.
+    """Records, below `folder_of(root)`, updates of public images in the place of victims' updates.
 
-    `servers` has one for each stack. The result has (attack label, the recording's JSON file) of
-    each attack that is still to be made.
+    They serve leaderboard lines that attacked a single client of a server or on the wire. Where
+    none can be made, as behind an aggregation, the line is passed over.
+
+    Args:
+        rows: Rows of `results.jsonl`; only those scored count.
+        root: Folder of the run.
+        servers: Stack -> its server.
+
+    Returns:
+        (attack label, the recording's JSON file) of each attack that is still to be run.
     """
     asked = []
     for members in _cells(rows):
@@ -125,7 +133,11 @@ def _record(row: Row, root: Path, server: Server) -> bool:
 
 
 def add_controls(rows: Sequence[Row], root: Path) -> None:
-    """Sets `control` of each row of the run `root`: how an answer to *another* update scores."""
+    """Sets `control` of each scored row of the run `root`: how an answer to another update scores.
+
+    `rows` are those of all its lines, changed in place. A missing or damaged reconstruction is a
+    FedsimError.
+    """
     for members in _cells(rows):
         public = _made_of_public(members, root)
         for place, row in enumerate(members):

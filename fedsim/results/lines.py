@@ -29,9 +29,9 @@ _DIVERGED = 2.0
 
 
 class RowPart(BaseModel):
-    """Part of a row of a results file: numbers are finite and not too large, new fields ignored.
+    """Base of the parts of a row: numbers are finite and up to 1e100, unknown fields are ignored.
 
-    docs/formats-results.md, and of rounds and audits docs/formats.md, says what each field is.
+    Other values are a ValidationError of pydantic. None stands where a field does not apply.
     """
 
     # Rows of a later version may hold more; what is read here is checked.
@@ -60,7 +60,11 @@ def _numbers(value: object) -> Iterator[float]:
 
 
 class Metrics(RowPart):
-    """Scores of one reconstruction: `metrics[name]`, or None where that does not apply."""
+    """Scores of one reconstruction, built with a metric a keyword, such as `psnr` (dB).
+
+    `metrics[name]` is the value, a mean over the batch, or None where it does not apply. Names that
+    are no metric are dropped.
+    """
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, float | None]
@@ -83,7 +87,7 @@ PerImage = dict[str, list[float | None]]
 
 
 class DefenseOf(RowPart):
-    """Names a stack; each member in `stack` has the key `name`, and one for each parameter."""
+    """Names a stack of defenses, and has the key `name` and the parameters of each, in order."""
 
     name: str
     stack: list[dict[str, Any]]
@@ -95,15 +99,18 @@ class AttackOf(RowPart):
     name: str
     label: str
     restarts: int = 1
+    """Number of searches, from different starts, of which the attack kept one."""
     blind: bool = False
+    """Whether it took the update for undefended."""
     parameters: dict[str, Any] = {}
     brought: tuple[str, ...] = ()
     """Knowledge of the attack that no grant names, as `public=photos`."""
     ignores_update: bool = False
+    """Whether it never looks at the update."""
 
 
 class ModelOf(RowPart):
-    """Names the victim's architecture."""
+    """Names the victim's model plugin, and its resolved parameters."""
 
     name: str
     parameters: dict[str, Any] = {}
@@ -117,12 +124,16 @@ class KnowledgeOf(Grant):
 
 
 class BaselineOf(Metrics):
-    """Scores of the zero-information guess called `name`, and what it was learned from."""
+    """Scores, as `Metrics`, of the zero-information guess, and what it was learned from."""
 
     name: str | None = None
+    """Kind of guess, such as `mean_image` or `learned_means`."""
     public: int | None = None
+    """Number of public images that it was learned from."""
     public_per_image: float | None = None
+    """Mean number of those for each image of the guess."""
     near_copies: int | None = None
+    """Number of attacked images of which a public one is a near copy."""
     per_image: PerImage = {}
 
 
@@ -131,7 +142,11 @@ ControlKind = Literal["client", "public", "batch", "release"]
 
 
 class ControlOf(RowPart):
-    """Holds scores of the same attack's answer to another update, against this row's truth."""
+    """Scores of the same attack's answer to another update, against this row's truth.
+
+    That update is `of` another client, of public images, of another batch of the same client, or
+    another release of a table. All is None or empty without one.
+    """
 
     other_update: Metrics | None = None
     of: ControlKind | None = None
@@ -154,7 +169,12 @@ class CertificateOf(RowPart):
 
 
 class UtilityOf(RowPart):
-    """Measures what the defense left of the model, by the last round of its stack."""
+    """Measures what the defense left of the model, by the last round of its stack.
+
+    Losses are mean cross-entropies; `test_examples` is the size of the test set, and `test_chance`
+    the share of its most frequent class. `local_losses` are those of the recorded images before
+    and after local training. None stands where nothing was measured.
+    """
 
     train_loss: float | None = None
     test_loss: float | None = None
@@ -174,7 +194,10 @@ class UtilityOf(RowPart):
 
 
 class ClaimOf(RowPart):
-    """States the (ε, δ) claimed of the whole stack, as `PrivacyClaim`; an ε of "inf": nothing."""
+    """States the (ε, δ) claimed of the whole stack, with the fields of `PrivacyClaim`.
+
+    An ε of "inf" guarantees nothing, for the `reason` given. None stands where nothing is stated.
+    """
 
     epsilon: float | Literal["inf"] | None = None
     delta: float | None = None
@@ -198,18 +221,29 @@ class PrivacyOf(ClaimOf):
 
 
 class CostOf(RowPart):
-    """States the attack's cost over all restarts, and bytes that one client sent in its round."""
+    """States the attack's cost over all restarts; None where it was not measured."""
 
     seconds: float | None = None
+    """Wall time."""
     iterations: int | None = None
+    """Number of optimization steps; None of an attack without any."""
     iterations_per_second: float | None = None
     peak_memory_bytes: int | None = None
+    """Peak memory of the GPU."""
     bytes_up: int | None = None
     """Mean bytes of a client's message in the attacked round, no probe; None if none answered."""
 
 
 class TheoryOf(RowPart):
-    """States what theory predicts of the attack, and the most that the privacy claim allows it."""
+    """States what theory predicts of the attack, and the most that the privacy claim allows it.
+
+    `tensor_*` are of tensor attacks on features alone: how the error grows up to a constant, an
+    upper bound of it, if the theorem's conditions hold, and which fails. `psnr` (dB) and
+    `feature_cosine` are the largest means that ε and δ allow on a truth drawn from `limit_prior`;
+    `limit_unit` is what ε protects, and `limit_reason` why there is no limit. `membership_*` are
+    the most that ε and δ allow: AUC, and shares of members found at false positive rates of 5%, 1%
+    and 0.1%. `membership_p` is the claim's p-value by these shares.
+    """
 
     tensor_rate: float | None = None
     tensor_bound: float | None = None
@@ -230,34 +264,49 @@ class TheoryOf(RowPart):
 class ResultRow(RowPart):
     """Holds a line of `results.jsonl`: one attack on one observed update.
 
-    `client` is -1 where clients were combined. `status` is `ok`, `failed`, `unscored` (the truth is
-    still elsewhere) or `unseen` (the vantage shows no update).
+    docs/formats-results.md says more of each field. None stands where one does not apply.
     """
 
     scenario: str
+    """Name of the scenario."""
     variant: dict[str, Any] = {}
+    """Swept key -> its value here; empty without a sweep."""
     dataset: str
+    """Name of the data source."""
     model: ModelOf | None = None
     learner: str = "sgd"
+    """Name of the learner plugin."""
     release: dict[str, Any] | None = None
+    """Keys `kind` and `parameters` of what a closed-form learner releases."""
     training: dict[str, Any] = {}
+    """Fields of the client's `LocalTraining`."""
     defense: DefenseOf
     attack: AttackOf
     vantage: str
+    """Who looks: `server`, `aggregate`, `client` or `eavesdropper`."""
     server: Manipulation = "honest"
+    """What the server did to the model: `honest`, `planted` or `modified`."""
     knowledge: KnowledgeOf
     batch_size: int
     round: int
+    """Number of the attacked round, from 1."""
     client: int
+    """Number of the client, from 0; -1 where clients were combined."""
     trial: int
+    """Number, from 0, of the batch that the client was probed with."""
     releases: int = 1
     """Number of releases of the same batch whose mean was attacked."""
     seed: int
+    """Seed of the attack."""
     observation: str | None = None
+    """Id of the recording."""
     status: Status
+    """`ok`, `failed`, `unscored` (truth is still elsewhere) or `unseen` (no update was seen)."""
     reason: str | None = None
+    """Reason of any other status than `ok`."""
     metrics: Metrics | None = None
     victims: list[str] | None = None
+    """Digest of each true image or row, in the order of the truth."""
     baseline: BaselineOf | None = None
     control: ControlOf | None = None
     theory: TheoryOf | None = None
@@ -265,10 +314,14 @@ class ResultRow(RowPart):
     privacy: PrivacyOf | None = None
     cost: CostOf | None = None
     per_image: dict[str, list[float]] | None = None
+    """Metric -> its value for each true image that was scored, in the order of the truth."""
     certificate: CertificateOf | None = None
     features_by: str | None = None
+    """Name of another attack that told the features."""
     stages: int | None = None
+    """Number of stages that the model's body was cut into."""
     simulation_error: float | None = None
+    """Distance of the update simulated at the truth, as a share of the recorded one's length."""
     folder: Path = Path()
     """Folder of the run that the row was read from."""
     ended: bool = True
@@ -276,7 +329,11 @@ class ResultRow(RowPart):
 
     @classmethod
     def of(cls, job: Job, result: Result, **of_run: Any) -> Self:
-        """Builds the line of one attack on one observation; `of_run` is what the run knows."""
+        """Builds the line of one attack on one observation.
+
+        `of_run` has the fields that the two do not tell, such as `scenario` and `dataset`. Wrong
+        ones are a ValidationError of pydantic.
+        """
         seen, plugin = result.observation, job.plugin
         parts = {name: getattr(result, name) for name in _OF_RESULT}
         return cls.model_validate(
@@ -308,7 +365,7 @@ class ResultRow(RowPart):
         )
 
     def dump(self) -> dict[str, Any]:
-        """Returns the row as `results.jsonl` holds it: a mapping of values that JSON can hold."""
+        """Returns the row as `results.jsonl` holds it, without `folder` and `ended`."""
         # `simulation_error` is written only where it was set, as rows of runs do not have the
         # field.
         beside = {"folder", "ended"} | ({"simulation_error"} - set(self.model_fields_set))
@@ -340,7 +397,7 @@ class ResultRow(RowPart):
 
     @property
     def main(self) -> Target:
-        """Main target of attacks on what the clients sent, whatever this attack answered."""
+        """Main kind of leak of what the clients sent, such as images, whatever was answered."""
         return main_target(self.release["kind"] if self.release else "update")
 
     @property
@@ -350,7 +407,7 @@ class ResultRow(RowPart):
 
     @property
     def epsilon(self) -> float | None:
-        """ε of all releases of the run, as a number; None if it was not accounted."""
+        """ε of all releases of the run, perhaps infinite; None if it was not accounted."""
         claimed = self.claimed.epsilon if self.claimed else None
         return math.inf if claimed == "inf" else claimed
 
@@ -361,7 +418,7 @@ class ResultRow(RowPart):
 
     @property
     def cell(self) -> str:
-        """Text that identifies the leaderboard line of this trial."""
+        """JSON text that identifies the leaderboard line in which this trial is pooled."""
         fields = {"scenario", "variant", "dataset", "model", "learner", "training", "defense"}
         fields |= {"release"} if self.release else set()
         fields |= {"attack", "vantage", "server", "knowledge", "batch_size", "round", "releases"}
@@ -369,13 +426,13 @@ class ResultRow(RowPart):
 
     @property
     def place(self) -> str:
-        """Text that identifies this trial among those of one scenario and seed, by names alone."""
+        """Text that tells this trial from all others at the same seed of the scenario."""
         fields = {"client", "trial", "seed"}
         return self.cell + canonical(self.model_dump(include=fields))
 
     @cached_property
     def content(self) -> str:
-        """Digest of the measurement: whose data, how it was attacked, and its figures."""
+        """SHA-256, in hexadecimal, of the measurement: equal for copies of one trial."""
         return digest_of(self.model_dump(exclude=_BESIDE))
 
 
@@ -391,32 +448,45 @@ _BESIDE = {"variant", "control", "theory", "utility", "privacy", "cost", "folder
 
 
 class RoundRow(RowPart):
-    """Holds a line of `rounds.jsonl`: one round of one stack's training, and the ε up to it.
+    """Holds a line of `rounds.jsonl`: one round, from 1, of the training of stack `defense`.
 
-    docs/formats.md explains each field. None stands where it does not apply, or no value is known.
+    Losses are mean cross-entropies. `test_examples` is the size of the test set, and `test_chance`
+    the share of its most frequent class. None stands where nothing is known or evaluated.
     """
 
     defense: str
     round: int
     participants: list[int] = []
+    """Clients that were asked to train."""
     aggregated: int | None = None
+    """Number of updates in the new model; with 0 it stayed as it was."""
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None
     test_examples: int | None = None
     test_chance: float | None = None
     epsilon: float | Literal["inf"] | None = None
+    """ε of all rounds up to this one, as in `privacy`."""
     privacy: PrivacyOf | None = None
     sigma: float | None = None
+    """σ where each client appends the rows of σ I to its table, in the unit of the rows."""
     failures: dict[str, int] = {}
+    """Reason -> number of updates left out for it."""
     details: list[str] = []
+    """A line for each failure, at most 20."""
     zero_updates: int = 0
+    """Number of aggregated updates that were zero everywhere."""
     probe_failures: int = 0
+    """Number of probes without a recording."""
     seconds: float | None = None
+    """Wall time."""
 
 
 class AuditRow(RowPart):
-    """Holds a line of `audit.jsonl`: a lower bound of ε by canaries, and if the claim `holds`."""
+    """Holds a line of `audit.jsonl`: a lower bound of ε by canaries, of the stack `defense`.
+
+    `method` is `two_worlds` or `one_run`. `holds` tells whether the bound is at most the claimed ε.
+    """
 
     defense: str
     method: str
@@ -425,7 +495,7 @@ class AuditRow(RowPart):
 
 
 def describe_tensor_bound(result: Result) -> dict[str, float | bool | str | None]:
-    """Returns the `tensor_*` fields of a row's theory; empty if `result` has no tensor bound."""
+    """Returns the `tensor_*` fields of `TheoryOf`; empty if `result` has no tensor bound."""
     bound = result.tensor_bound
     if bound is None:
         return {}
@@ -438,17 +508,20 @@ def describe_tensor_bound(result: Result) -> dict[str, float | bool | str | None
 
 
 def nested(mapping: Any, *path: str) -> Any:
-    """Returns `mapping[path[0]][path[1]]…` of dictionaries; None where a key is missing."""
+    """Returns `mapping[path[0]][path[1]]…`; None where a key is missing or there is no dict."""
     for key in path:
         mapping = mapping.get(key) if isinstance(mapping, dict) else None
     return mapping
 
 
 def canonical(value: object) -> str:
-    """Returns `value` as JSON with sorted keys; equal values give equal texts."""
+    """Returns `value` as JSON with sorted keys, so that equal values give equal texts.
+
+    What JSON cannot hold is written as its `str`.
+    """
     return json.dumps(value, sort_keys=True, default=str)
 
 
 def digest_of(value: object) -> str:
-    """Returns the SHA-256, in hexadecimal, of the canonical JSON of `value`."""
+    """Returns the SHA-256, in hexadecimal, of `canonical(value)`, its JSON with sorted keys."""
     return hashlib.sha256(canonical(value).encode()).hexdigest()

@@ -45,12 +45,15 @@ _NEVER = ("training.evaluate_every",)
 def differences(
     scenarios: Sequence[Mapping[str, Any]], stated: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns, for each resolved scenario, the settings that tell it apart from the others.
+    """Returns, for each scenario, the settings that tell it apart from the others, in order.
 
     Settings are dotted keys and their values; only those that decide figures count, and the seed is
-    none of them. A stack is compared among the scenarios that have one of its name. `stated` has,
-    for each scenario, the settings that rows show already, such as those of a sweep; these are left
-    out for all. An empty scenario, of a run that lost its file, has no settings.
+    none of them. A stack is compared among the scenarios that have one of its name.
+
+    Args:
+        scenarios: Contents of scenario.yaml, with every default; empty for a run that lost it.
+        stated: Settings, of each scenario, that rows show already, such as those of a sweep. They
+            are left out for all.
     """
     # What rows state already tells the runs apart without being repeated.
     shown = {key for variant in stated for key in variant}
@@ -97,7 +100,7 @@ RESULTS = "results.jsonl"
 
 
 class ReportError(FedsimError):
-    """Raised where a run's folder cannot be read, or holds something else."""
+    """Raised where a run's folder cannot be read, or holds something else than fedsim writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +117,13 @@ class StoredRun:
     rounds: list[RoundRow]
     audits: list[AuditRow]
     record: dict[str, Any]
-    """Content of record.json; like that of the other files, empty or None without the file."""
+    """Content of record.json, written at the end of a run; empty without the file."""
     scenario_text: str | None
+    """Text of scenario.yaml; None without the file."""
     scenario: dict[str, Any]
+    """Content of scenario.yaml, with every default; empty without the file."""
     plan: Plan | None
+    """What the run will have done at its end; None without plan.json."""
     at_work: bool
     """Whether a process was at work in the folder when it was read; False also without locks."""
     apart: dict[str, Any] = field(default_factory=dict)
@@ -177,17 +183,19 @@ class StoredRun:
 
     @property
     def figures(self) -> dict[str, str]:
-        """Seed and place of each row, as one text -> digest of what it measured."""
+        """Text that identifies a row's trial, seed included -> digest of what it measured."""
         seed = str(self.setting("seed"))
         return {seed + row.place: row.content for row in self.rows}
 
     def setting(self, *path: str) -> Any:
-        """Returns a scenario's value by its keys, as `setting("training", "rounds")`, or None."""
+        """Returns the scenario's value by its keys, as `setting("training", "rounds")`, or None."""
         return nested(self.scenario, *path)
 
 
 def load_runs(folders: Iterable[Path | str]) -> list[StoredRun]:
-    """Reads every run below `folders`, in order of path, each folder once.
+    """Reads every run in or below `folders`, in order of path, each folder once.
+
+    Runs of one name that differ in settings, data or figures are told apart by `apart`.
 
     Raises:
         ReportError: a folder is missing or holds no run, or a file in it is damaged.
@@ -291,7 +299,10 @@ def _contradictions(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
 
 
 def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun]:
-    """Returns `runs` with folders below `root` in the place of digests that set them apart."""
+    """Returns `runs` with paths below `root` in the place of the digests in `apart`.
+
+    A run outside of `root` is a ValueError.
+    """
     named = []
     for run in runs:
         digests = [kind for kind in ("recording", "run", "figures") if kind in run.apart]
@@ -301,7 +312,10 @@ def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun
 
 
 def measurements(runs: Iterable[StoredRun]) -> list[ResultRow]:
-    """Returns the rows of `runs`, each measurement once; of copies the one with the largest ε."""
+    """Returns the rows of `runs`, each measurement once, in the order in which it first comes.
+
+    The row with the largest ε stands for its copies, since the weakest claim is the safe one.
+    """
     rows: dict[tuple[str, str, str], ResultRow] = {}
     for run in runs:
         seed = str(run.setting("seed"))
@@ -360,7 +374,10 @@ def _load_plan(folder: Path) -> Plan | None:
 
 
 def fits(row: dict[str, Any], name: str) -> bool:
-    """Returns whether `row` is a valid line of the file called `name`."""
+    """Returns whether `row` is a valid line of the results, rounds or audit file called `name`.
+
+    Any other name than `results.jsonl`, `rounds.jsonl` or `audit.jsonl` is a KeyError.
+    """
     kinds: dict[str, type[RowPart]] = {
         RESULTS: ResultRow,
         "rounds.jsonl": RoundRow,

@@ -35,7 +35,7 @@ def append_line(path: Path, row: Row) -> None:
 
     Raises:
         ValueError: `row` holds NaN or infinity.
-        OSError: The file cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), path.open("ab") as file:
@@ -48,8 +48,8 @@ def append_line(path: Path, row: Row) -> None:
 def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
     """Returns the rows of a JSON-lines file in order, without a last line that a kill cut short.
 
-    The list is empty if there is no file. `belongs` says of a row whether the file may hold it; by
-    default every row but an empty one.
+    The list is empty if there is no file. `belongs` says of a row whether the file may hold it, or
+    raises ValueError, KeyError or TypeError; by default every row but an empty one belongs.
 
     Raises:
         FedsimError: a line is damaged, or holds a row that does not belong there.
@@ -97,7 +97,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def describe_fault(error: Exception) -> str:
-    """Returns the message of a reading error; of a failed validation its first fault and place."""
+    """Returns the text of an error; of a ValidationError of pydantic its first fault and place."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
@@ -119,7 +119,10 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Removes a last line that a kill cut short, so that the file can be appended to."""
+    """Removes a last line that a kill cut short, so that the JSON-lines file can be appended to.
+
+    A missing file stays so. If a line is cut and another is damaged, a FedsimError says so.
+    """
     if not path.exists():
         return
     with paths.open_regular(path, paths.LINES) as file:
@@ -131,7 +134,11 @@ def drop_torn_line(path: Path) -> None:
 
 
 def environment() -> Row:
-    """Returns versions, commit and hardware, for `record.json`; None where not known."""
+    """Returns versions, commit and hardware for `record.json`; values are None where not known.
+
+    Keys are `python`, `platform`, `processor`, `cores`, `gpu`, `packages` (name -> version) and
+    `commit` (that of fedsim's source tree, with `+` if changed since).
+    """
     import torch
 
     packages = ("fedsim", "torch", "torchvision", "flwr", "numpy", "scipy", "scikit-image", "lpips")
@@ -151,7 +158,10 @@ CONTROL = "control"
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Returns the sorted paths below `folder` that match the glob `pattern`, without controls."""
+    """Returns the sorted paths below `folder` that match the glob `pattern`.
+
+    Those in a subfolder `control`, of updates that no client made, are left out.
+    """
     found = sorted(folder.rglob(pattern))
     return [path for path in found if CONTROL not in path.relative_to(folder).parts]
 
@@ -165,7 +175,7 @@ class Run:
     def rows(self) -> list[Row]:
         """Returns the lines of `results.jsonl`, of every variant of a sweep, by path of the file.
 
-        Lines of failed attacks are among them: see `status`.
+        Lines of failed attacks are among them: see `status`. A damaged line is a FedsimError.
         """
         return [row for path in files_of(self.out, "results.jsonl") for row in read_lines(path)]
 
@@ -241,17 +251,25 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Plan(BaseModel):
-    """Counts what a run, or a variant of a sweep, will have done at its end."""
+    """Counts what a run, or a variant of a sweep, will have done at its end.
+
+    Values of other types, and other fields, are a ValidationError of pydantic.
+    """
 
     # Others may have changed the file: values of other kinds are refused.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     scenario: str
+    """Name of the scenario."""
     variant: dict[str, Any]
+    """Swept key -> its value; empty without a sweep."""
     rounds: Count
+    """Number of rounds, of all defense stacks together."""
     attack_runs: Count
     lines: Count
+    """Number of leaderboard lines, in which attack runs are pooled."""
     resumable: bool
+    """Whether the run can be continued after an interrupt."""
     origin: Annotated[str, Field(pattern=r"^$|^[^:]+:.")] = ""
     """Kind and digest of what the run measures, as `data:5f3a...`; runs of two origins are never
     pooled."""
@@ -267,7 +285,10 @@ class Plan(BaseModel):
         resumable: bool = True,
         origin: str = "",
     ) -> Plan:
-        """Returns the plan of a run of `rounds`, of all stacks, that makes each of `jobs`."""
+        """Returns the plan of a run, with the fields of that name.
+
+        `jobs` are its attacks, each with the observation that it is on.
+        """
         every = [
             (
                 seen.id.partition("/")[0],
@@ -289,17 +310,14 @@ class Plan(BaseModel):
         )
 
     def save(self, folder: Path) -> None:
-        """Writes the plan into the folder of its run."""
+        """Writes the plan as `plan.json` into the folder of its run."""
         write_json(folder / PLAN, self.model_dump())
 
 
 def refuse_other_run(out: Path, resolved: str, resume: bool) -> None:
-    """Refuses a folder that holds a run, unless `resume` continues the same scenario.
+    """Raises a FedsimError if `out` holds a run, unless `resume` continues the same scenario.
 
-    `resolved` is the text of the scenario with every default written out.
-
-    Raises:
-        FedsimError: the folder holds a run of another scenario, or a run while `resume` is false.
+    `resolved` is the text of the scenario with every default written out, compared by byte.
     """
     previous = out / "scenario.yaml"
     if not previous.exists():

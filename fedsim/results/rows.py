@@ -40,8 +40,8 @@ def audit_row(
 ) -> Row | None:
     """Audits the workload's stack by canaries, and returns its line of `audit.jsonl`.
 
-    The result is None if the scenario asks for no audit, or the stack claims nothing. `on_progress`
-    is called with the steps done and all steps.
+    This trains the federation anew, perhaps often. The result is None if the scenario asks for no
+    audit, or the stack claims nothing. `on_progress` is called with the steps done and all steps.
     """
     audit, last = workload.scenario.audit, workload.scenario.training.rounds
     taken = account_of(workload).participations(last)
@@ -91,13 +91,16 @@ class Context:
 
     scenario: Scenario
     variant: Mapping[str, Any]
+    """Swept key -> its value; empty without a sweep."""
     servers: Mapping[str, Server]
+    """Stack -> its server, once all rounds are trained."""
     rounds: Sequence[Row]
+    """Lines of `rounds.jsonl`, of all stacks and rounds."""
     audited: Mapping[str, float]
     """Stack -> lower bound of its ε, by canaries; stacks that were not audited are missing."""
 
     def row(self, job: Job, result: Result) -> ResultRow:
-        """Returns the line of one attack on one observation; its control is added at the end."""
+        """Returns the line of one attack on one observation, without a control (`add_controls`)."""
         seen = result.observation
         stack = seen.id.partition("/")[0]
         own = [row for row in self.rounds if row["defense"] == stack]
@@ -146,12 +149,19 @@ def _privacy(claim: PrivacyClaim) -> Row:
 
 
 def key(row: Row) -> Key:
-    """Returns (stack, attack label, observation id), which identifies a `row` within a run."""
+    """Returns (stack, attack label, observation id), which identifies a result within a run.
+
+    `row` is a line of `results.jsonl`; without these fields it is a KeyError or a TypeError.
+    """
     return row["defense"]["name"], row["attack"]["label"], row["observation"]
 
 
 def order(scenario: Scenario) -> Callable[[Row], tuple[Any, ...]]:
-    """Returns a sort key for rows, by the scenario's order of defenses, attacks and vantages."""
+    """Returns a sort key for lines of `results.jsonl`.
+
+    It sorts by the scenario's order of defenses, attacks and vantages, then by batch size, round,
+    client and trial. A line of another scenario makes it raise a ValueError.
+    """
     stacks = list(scenario.defenses)
     labels = [entry.label or entry.name for entry in scenario.attacks]
     watchers: list[str] = list(scenario.observe.vantages)
@@ -288,16 +298,13 @@ _RESULT_KEYS = {"metrics", "baseline", "reason", "per_image", "theory", "cost"}
 def refuse_foreign_rows(
     out: Path, keys: Collection[Key], stacks: Collection[str], last: int
 ) -> None:
-    """Refuses a folder that holds lines of other runs, which would count in the tables.
+    """Raises a FedsimError if a folder holds lines of other runs, which would count in tables.
 
     Args:
         out: Folder of the run.
         keys: `key` of each result that the run is to have.
         stacks: Names of the run's defense stacks.
         last: Number of its last round.
-
-    Raises:
-        FedsimError: a line is damaged or of another run; with the file and the line.
     """
 
     def result(row: Row) -> bool:
