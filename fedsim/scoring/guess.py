@@ -1,7 +1,4 @@
-"""Makes the zero-information guess: the answer of someone who saw no update at all.
-
-A batch of N is guessed by N images, made of public ones that no client holds.
-"""
+"""Makes the zero-information guess: N images, made of public ones, at a batch that nobody saw."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ _SAME_ROW = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Guess:
-    """Holds the zero-information guess of one batch."""
+    """Holds the zero-information guess of one batch of N images, or of N rows of a table."""
 
     name: str
     """Name of the guess: `mean_image`, `mean_by_brightness`, `learned_means`, `class_means`,
@@ -44,12 +41,12 @@ class Guess:
     images: Tensor
     """(N, C, H, W) pixels in [0, 1]; for a table (N, D) rows on [0, 1]."""
     labels: Tensor
-    """(N,) int64: the granted ones if they are known, or the likeliest multiset; ascending,
-    but for granted ones of rows."""
+    """(N,) int64: the labels that were given, else the likeliest N. Ascending, but for given ones
+    of rows."""
     public: int
     """Number of public images, or rows, that the guess was learned from."""
     public_per_image: float
-    """Public images for each image of the guess; with granted labels, of the scarcest label."""
+    """Number of public images for each image of the guess; with given labels, of the scarcest."""
 
     def answer(self) -> Reconstruction:
         """Returns the guess, its images or rows and its labels, as an answer whose loss is NaN."""
@@ -74,13 +71,17 @@ class _PublicExamples:
 
 @final
 class Guesser(_PublicExamples):
-    """Guesses batches from public images; the same batch size and labels give the same guess.
+    """Guesses batches from public images: called with a batch size, it returns a `Guess`.
 
-    Guessers of the same images and labels are equal, so that a process learns a guess once.
+    Known labels of the batch may follow, as many; else a ScoringError. The same size and labels
+    give the same guess, and guessers of the same images and labels are equal.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        """Learns from at least one public image (P, C, H, W), uint8, with `labels` (P,) int64."""
+        """Takes P public `images` (P, C, H, W) uint8, `labels` (P,) int64; ScoringError if P is 0.
+
+        At most 10,000 of them are kept.
+        """
         self.mean = mean_image(images)
         """(C, H, W) pixels that stand in for each missing image of an attack's answer."""
         # At least two, so that there is a half to try guesses on (`_learn`).
@@ -102,7 +103,7 @@ class Guesser(_PublicExamples):
         return hash(self._content)
 
     def count_copies(self, images: Tensor) -> int:
-        """Returns how many of the `images` (N, C, H, W) have a near copy among the public ones."""
+        """Returns how many of `images` have a near copy among the public ones: `near_copies`."""
         return near_copies(images, self.public())
 
     def __call__(self, count: int, labels: Sequence[int] | None = None) -> Guess:
@@ -148,10 +149,10 @@ class Guesser(_PublicExamples):
 
 @final
 class RowGuesser(_PublicExamples):
-    """Guesses each row of a table by the mean of public ones."""
+    """Guesses each row by the mean of public ones; called with a count and, maybe, labels."""
 
     def __init__(self, rows: Tensor, labels: Tensor) -> None:
-        """Learns from public `rows` (P, D) on [0, 1], with `labels` (P,) int64; at least one."""
+        """Takes public `rows` (P, D) on [0, 1], `labels` (P,) int64; ScoringError if P is 0."""
         super().__init__(rows, labels)
         self.mean = mean_image(rows)
 
@@ -197,7 +198,7 @@ def _likeliest(labels: Tensor, count: int) -> Tensor:
 
 
 def mean_image(images: Tensor) -> Tensor:
-    """Returns the mean in [0, 1], (C, H, W) or (D,), of uint8 or [0, 1]; ScoringError of none."""
+    """Returns the mean, float32 in [0, 1], of (N, ...) uint8 or [0, 1]; ScoringError if N is 0."""
     if not len(images):
         raise ScoringError("the zero-information guess needs a public image")
     total = torch.zeros(images.shape[1:], dtype=torch.float64)
@@ -211,7 +212,8 @@ def mean_image(images: Tensor) -> Tensor:
 def near_copies(images: Tensor, public: Tensor) -> int:
     """Returns how many of the `images` (N, C, H, W) have a near copy in `public` (P, C, H, W).
 
-    Copies that are cropped, moved or mirrored are not noticed.
+    A near copy has a cosine of at least 0.99 at 16 x 16 pixels, without means; brightness and
+    contrast do not matter. Copies that are cropped, moved or mirrored are not noticed.
     """
     known = _outlines(public)
     parts = torch.split(images, _CHUNK)
@@ -227,10 +229,10 @@ def _outlines(images: Tensor) -> Tensor:
 
 
 def guess_problem(public: int, public_per_image: float, copies: int = 0) -> str | None:
-    """Returns why a guess is poor, with what helps, as a message; None if it is good enough.
+    """Returns a message that says why a guess is poor, and what helps; None if it is good enough.
 
-    It is poor if `copies` attacked images have near copies among the `public` ones, or if there are
-    fewer than 20 public images for each image of the guess.
+    It is poor if any attacked images, `copies`, have near copies among the public ones, or if
+    `public_per_image` (`Guess`) is below 20. `public` is the number of public images.
     """
     if copies:
         return (

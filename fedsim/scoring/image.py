@@ -1,7 +1,4 @@
-"""Computes image metrics of matched pairs, in pixels: (N, C, H, W) in [0, 1], data range 1.
-
-Each function returns one value per image, (N,) float64; means are taken afterwards.
-"""
+"""Computes metrics of N image pairs, (N, C, H, W) pixels in [0, 1] each: (N,) float64 values."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _SSIM_WINDOW = 7
 
 
 def check_pixels(images: Tensor, what: str) -> None:
-    """Refuses, by a ScoringError on `what`, all but finite (N, C, H, W) floats in [0, 1]."""
+    """Refuses, by a ScoringError that begins with `what`, all but (N, C, H, W) floats in [0, 1]."""
     if images.ndim != 4 or images.numel() == 0:
         raise ScoringError(
             f"{what}: expected images of shape (N, C, H, W), got {tuple(images.shape)}"
@@ -44,27 +41,27 @@ def check_pixels(images: Tensor, what: str) -> None:
 
 
 def mse(reconstruction: Tensor, truth: Tensor) -> Tensor:
-    """Returns the mean squared error of each image (N, C, H, W): (N,)."""
+    """Returns the mean squared error of each of N pairs of images (N, C, H, W): (N,) float64."""
     return (reconstruction.double() - truth.double()).square().flatten(1).mean(1)
 
 
 def rmse(reconstruction: Tensor, truth: Tensor) -> Tensor:
-    """Returns the root mean squared error of each image (N, C, H, W): (N,) in [0, 1]."""
+    """Returns the root mean squared error of each of N pairs of (N, C, H, W): (N,) in [0, 1]."""
     return mse(reconstruction, truth).sqrt()
 
 
 def psnr(reconstruction: Tensor, truth: Tensor) -> Tensor:
-    """Returns the peak signal-to-noise ratio of each image (N, C, H, W): (N,) dB, at most 60."""
+    """Returns the PSNR of each of N pairs of pixels (N, C, H, W): (N,) dB, cut off at 60."""
     # 10 log10(range² / MSE) with a range of 1.
     return -10 * mse(reconstruction, truth).clamp(min=10 ** (-PSNR_CAP / 10)).log10()
 
 
 def ssim(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Returns the structural similarity of each image (N, C, H, W): (N,) in [-1, 1].
+    """Returns the structural similarity of each of N pairs (N, C, H, W): (N,) in [-1, 1].
 
     The form is that of scikit-image (Wang et al., IEEE TIP 13(4), 2004). The window is uniform, of
-    7 x 7 pixels, or the largest odd window that fits a smaller image. Images are on the CPU. The
-    reason is returned where a side is below 3 pixels, or scikit-image is missing.
+    7 x 7 pixels, or the largest odd window that fits a smaller image. Images have to be on the CPU.
+    An `Unavailable` says that a side is below 3 pixels, or that scikit-image is missing.
     """
     try:
         from skimage.metrics import structural_similarity
@@ -94,9 +91,9 @@ _SCALES = (2, 4, 8)
 def haarpsi(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
     """Returns HaarPSI of each pair of images, (N,) float64 in [0, 1]; 1 if they are identical.
 
-    Both are (N, C, H, W), pixels in [0, 1]. The reason is returned where channels are not 1 or 3,
-    or a side is below 16 pixels (`SMALLEST_SIDE`). Alone it is fooled: pixel noise on a plain
-    picture of 32 x 32 scores up to 0.8, for borders weigh most there.
+    Both are (N, C, H, W), pixels in [0, 1]. An `Unavailable` says that there are not 1 or 3
+    channels, or that a side is below 16 pixels. Alone it is fooled: pixel noise on a plain picture
+    of 32 x 32 scores up to 0.8, for borders weigh most there.
 
     Source: Reisenhofer, Bosse, Kutyniok and Wiegand, A Haar Wavelet-Based Perceptual Similarity
     Index for Image Quality Assessment, Signal Processing: Image Communication 61, 2018.
@@ -166,7 +163,9 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class LpipsMetric:
-    """Computes LPIPS v0.1 of matched pixels in [0, 1] on the CPU; 0 for identical images.
+    """Computes LPIPS v0.1 on the CPU: called with two (N, C, H, W), it returns (N,), 0 if equal.
+
+    Pixels are in [0, 1], C is 1 or 3, and `load_lpips` makes it. `weights_sha256` is in hex.
 
     Source: Zhang et al., The Unreasonable Effectiveness of Deep Features as a Perceptual Metric,
     CVPR 2018.
@@ -186,7 +185,7 @@ class LpipsMetric:
         return torch.cat(values).double()
 
     def describe(self, height: int, width: int) -> str:
-        """Returns a text of backbone, weights and image size; values of others do not compare."""
+        """Names backbone, weights and size of images; only values of equal texts compare."""
         published = self.weights_sha256.startswith(_digest_in_name(self.backbone))
         origin = "torchvision's ImageNet weights" if published else "weights from a file"
         sizes = f"{height}x{width}"
@@ -201,12 +200,11 @@ class LpipsMetric:
 def load_lpips(
     backbone: Backbone = "alex", weights_path: str | Path | None = None
 ) -> LpipsMetric | Unavailable:
-    """Loads LPIPS on `backbone`, or says why not.
+    """Loads LPIPS on `backbone`; an `Unavailable` says which weights or package are missing.
 
     Its weights are a state dict of torchvision's AlexNet, VGG-16 or SqueezeNet 1.1 at
-    `weights_path`, as `.safetensors` or as the `.pth` file that torchvision publishes (read as
-    plain tensors), or in torchvision's cache. Nothing is ever downloaded, and a randomly
-    initialized backbone, which is another metric, is never used.
+    `weights_path`, as `.safetensors` or as the `.pth` file that torchvision publishes. None: they
+    are in torchvision's cache. Nothing is downloaded. A FedsimError refuses a file too large.
     """
     cached = Path(torch.hub.get_dir()) / "checkpoints" / _PUBLISHED[backbone]
     path = Path(weights_path) if weights_path else cached

@@ -27,14 +27,14 @@ NOT_LEARNED = {"public": None, "public_per_image": None, "near_copies": None}
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """States how close a reconstruction came, by the names of the metrics."""
+    """States how close a reconstruction came; `scores[metric]` is its mean, or None."""
 
     means: Mapping[str, float]
-    """Metric -> mean over the batch; a metric that does not apply is missing."""
+    """Metric -> mean over the batch, in the metric's unit; one that does not apply is missing."""
     per_image: dict[str, list[float]]
-    """Metric -> one value per scored true image or row, in order; principal angles ascending."""
+    """Metric -> its value for each scored truth, in the truth's order; principal angles ascend."""
     assignments: Mapping[str, list[int]]
-    """Matched part -> index of the reconstruction scored against each truth; -1 for none."""
+    """Matched part, as `images` -> index of the answer scored against each truth; -1 for none."""
     missing: int
     """Number of true images without an answer or a guess, which metrics leave out."""
     notes: dict[str, str]
@@ -46,30 +46,30 @@ class Scores:
 
     @property
     def assignment(self) -> list[int]:
-        """Assignment of the first part that was matched, images if they were; empty if none was."""
+        """The first of `assignments`, that of images if they were matched; empty if none was."""
         return next(iter(self.assignments.values()), [])
 
     def metrics(self) -> dict[str, float | None]:
-        """Returns the means by name, as a results row holds them; None where one does not apply."""
+        """Returns every metric's name with its mean; None where it does not apply."""
         return {name: self.means.get(name) for name in (*METRICS, OWN_LOSS)}
 
 
 def no_metrics() -> dict[str, float | None]:
-    """Returns every metric's name with None, as a row that was not scored holds them."""
+    """Returns every metric's name with None, as `Scores.metrics` of what was not scored."""
     return dict.fromkeys((*METRICS, OWN_LOSS))
 
 
 def prepare(resources: Resources) -> Aids:
-    """Returns what each target prepares, slowly, for its scores: part of a target -> aid."""
+    """Computes what each target needs for scores, once a run: part of a target -> its aid."""
     return {part: target.prepare(resources) for part, target in targets().items()}
 
 
 def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
-    """Scores `found`, of an attack or of the guess, against the truth of the same observation.
+    """Scores an answer, of an attack or of the guess, against the truth of the same observation.
 
     `aids` are made by `prepare`; without them no missing image is filled in. A ScoringError says
-    where a part of the answer is not what `Reconstruction` promises, parts do not belong together,
-    or a metric is not finite.
+    that the answer is empty, that a part is not what `Reconstruction` promises or differs in number
+    from others, or that a metric is not finite.
     """
     answered = {
         part: (target, answer)
@@ -112,7 +112,12 @@ def score(found: Reconstruction, truth: Truth, aids: Aids = NO_AIDS) -> Scores:
 
 
 def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
-    """Returns a row's `baseline`: scores of the guess, with the attack's grants and no update."""
+    """Returns the `baseline` of a results row: how a guess without the update scores.
+
+    Each metric has its mean, or None. `name` is the guess's, None without one; `per_image` maps
+    metrics to values. `public`, `public_per_image` and `near_copies` are None if nothing public was
+    learned from.
+    """
     guesses = [target.guess(request, aids) for target in targets().values()]
     made = [guess for guess in guesses if guess is not None]
     fields: dict[str, Any] = {"name": None, **NOT_LEARNED, "per_image": {}, **no_metrics()}
@@ -125,7 +130,10 @@ def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
 
 
 def measure_chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, GuessChances]:
-    """Returns metric -> chance that a guess reaches each level; empty without noise on updates."""
+    """Returns metric -> bounds on the chance that a guess without the update reaches each level.
+
+    Targets that state none are missing. It is empty unless the observed effect has noise.
+    """
     seen = request.observation
     if seen is None or not seen.effect.noise:
         return {}
@@ -139,7 +147,7 @@ def measure_chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Gu
 def tensors_to_save(
     found: Reconstruction, truth: Truth, scores: Scores, aids: Aids
 ) -> dict[str, Tensor]:
-    """Returns tensors by name: the truth and, in its order, what was scored against it.
+    """Returns by name the truth and, in its order, the answer that was scored; writes nothing.
 
     Each target names its own two by `Target.saved_as`. `read_saved` reads them back.
 
@@ -156,7 +164,7 @@ def tensors_to_save(
 
 
 def read_saved(tensors: Tensors) -> tuple[Reconstruction, Truth]:
-    """Returns the answer, with a loss of NaN, and the truth that `tensors_to_save` returned."""
+    """Returns (answer, truth) from what `tensors_to_save` returned; the answer's loss is NaN."""
     answers: dict[str, Tensor] = {}
     true: dict[str, Tensor] = {}
     for part, target in targets().items():
@@ -168,10 +176,11 @@ def read_saved(tensors: Tensors) -> tuple[Reconstruction, Truth]:
 
 
 def score_other(own: Tensors, other: Tensors, pairs: list[int]) -> Scores:
-    """Scores an attack's answer to another update against the truth of this one: the control.
+    """Scores an attack's answer to another update against the truth of this one, as a control.
 
     `own` and `other` are tensors by name, as `tensors_to_save` returns them. `pairs` are indices of
-    the other's rows of a table, one in the place of each own row. Errors are those of `score`.
+    the other's rows of a table, one in the place of each own row, and ignored for images. It fails
+    as `score`.
     """
     (_, truth), (made, _) = read_saved(own), read_saved(other)
     answers = {
@@ -193,14 +202,14 @@ class Certificate:
     images: int
     """Number of images that the attack answered with."""
     determined: int | None
-    """Number of images to which the update leaves a single answer, by the attack's word, if any."""
+    """Number of images to which the update leaves a single answer; None if the attack is silent."""
     certified: int | None
     """Number of images that the attack certifies to be right; None without certificates."""
     false: int | None
-    """Number of certified images that are wrong; None if there are none to compare."""
+    """Number of certified images that are wrong: `false_certificates`; None without the truth."""
     per_image: dict[str, list[bool]]
-    """Key `determined` or `certified`, if the attack says so -> a truth value by true image; False
-    where one has no answer. In the order of the answer where that is labels alone."""
+    """`determined` and `certified`, where the attack states them -> whether it says so of each true
+    image; False where one has no answer. Without a match, in the order of the answer."""
 
 
 def certificate(
@@ -208,10 +217,11 @@ def certificate(
     truth: Truth | None,
     assignments: Mapping[str, list[int]] = MappingProxyType({}),
 ) -> Certificate | None:
-    """Returns the certificate of an attack's answer; None if the attack states nothing.
+    """Returns what an attack certifies of its answer `found`; None if it states nothing.
 
-    `truth` is None if nobody has it, and `assignments` are those of the `Scores`. A mask that is
-    not one truth value for each image raises a ScoringError.
+    `truth` is None if nobody has it. `assignments` are those of the answer's `Scores`; empty if it
+    was not scored. A ScoringError says that `found.determined` or `found.certified` is not one bool
+    for each image.
     """
     parts = [part for part in (found.features, found.images, found.labels) if part is not None]
     masks = {"determined": found.determined, "certified": found.certified}
@@ -246,8 +256,8 @@ def false_certificates(found: Reconstruction, truth: Truth) -> int | None:
 
     Each true image matches one answer at most. Matching features have a cosine of at least 0.999
     and lengths that differ by at most 5 % of the true one; matching labels are equal. Parts that
-    the answer lacks do not count. Nothing is compared without a mask `certified`, if neither part
-    is answered, or if features are and the truth has none.
+    the answer lacks do not count. Nothing is compared if `found.certified` is None, if features and
+    labels are both unanswered, or if features are answered and the truth has none.
     """
     if found.certified is None or (found.features is None and found.labels is None):
         return None

@@ -20,29 +20,30 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Summarizes a sample. `std` needs two values; the interval three that are not all equal."""
+    """Summarizes a sample of `n` values by its mean, spread and interval."""
 
     n: int
     mean: float
     std: float | None
+    """Standard deviation of the sample, with n - 1; None for one value."""
     median: float
     min: float
     max: float
     low: float | None
     high: float | None
     """`low` and `high`: Student's interval of the mean, at `confidence` for all `compared` samples.
-    None for equal values and for too few: a spread of zero would read as certainty."""
+    None for fewer than three values, and for equal ones."""
     confidence: float
     compared: int = 1
     """Number of samples among which this one was chosen; the interval allows for that."""
 
     @property
     def certain(self) -> float:
-        """Lower end of the interval; the mean if there is none."""
+        """Lower end of the interval of the mean; the mean itself if there is no interval."""
         return self.mean if self.low is None else self.low
 
     def best_of(self, compared: int) -> Summary:
-        """Returns the summary of a sample chosen among `compared`, with Bonferroni's interval."""
+        """Returns it for a sample chosen among `compared` >= 1, with Bonferroni's interval."""
         if self.low is None or self.std is None:
             return replace(self, compared=compared)
         half = _half_width(self.std, self.n, 1 - (1 - self.confidence) / compared)
@@ -61,7 +62,7 @@ class Share:
     confidence: float
 
     def best_of(self, compared: int) -> Share:
-        """Returns the share, chosen among `compared` shares, with Bonferroni's interval."""
+        """Returns it as one chosen among `compared` >= 1 shares, with Bonferroni's interval."""
         wide = share(self.count, self.n, confidence=1 - (1 - self.confidence) / compared)
         # Wider, but what holds for all shares together is still `confidence`.
         return replace(wide, confidence=self.confidence)
@@ -72,7 +73,10 @@ class Share:
 
 
 def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Returns (low, high) by Student (1908) for the mean; ValueError without two finite values."""
+    """Returns (low, high), Student's interval of the mean of `values` at `confidence` in (0, 1).
+
+    A ValueError refuses another confidence, fewer than two values, and one that is not finite.
+    """
     sample = np.asarray(values, dtype=np.float64)
     if sample.ndim != 1 or len(sample) < 2 or not np.isfinite(sample).all():
         raise ValueError("an interval of the mean needs at least two finite values")
@@ -97,7 +101,7 @@ def _quantile(freedom: int, confidence: float) -> float:
 
 @cache
 def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
-    """Returns the share of `count` in `n` >= 1 trials, with Clopper and Pearson's interval."""
+    """Returns the share of 0 <= `count` <= `n` in `n` >= 1 trials, with its exact interval."""
     from scipy.special import betaincinv
 
     tail = (1 - confidence) / 2
@@ -109,7 +113,7 @@ def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
 
 @cache
 def chance_of(more: int, others: int, fewer: int, rest: int) -> float:
-    """Returns the p-value of a difference of two series (R. A. Fisher's exact test, 1935).
+    """Returns the one-sided p-value of Fisher's exact test (1935) of two series of trials.
 
     It is the probability that the first series has at least `more` successes if both have the same
     chance, given the sizes and all successes together.
@@ -129,7 +133,7 @@ def chance_of(more: int, others: int, fewer: int, rest: int) -> float:
 
 
 def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary | None:
-    """Summarizes finite `values` by mean and interval; returns None for an empty sample."""
+    """Summarizes `values`, which have to be finite; returns None for an empty sample."""
     if not values:
         return None
     sample = np.asarray(values, dtype=np.float64)
@@ -153,7 +157,7 @@ def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary |
 
 
 def rank_area(inside: ArrayLike, outside: ArrayLike) -> float:
-    """Returns the chance that one of `inside` is above one of `outside`; ties count half."""
+    """Returns the share of pairs, one of each (1-d, not empty), with `inside` above; ties: half."""
     members, others = np.asarray(inside, np.float64), np.sort(np.asarray(outside, np.float64))
     # Mann and Whitney's statistic: how many of the others lie below each, and how many tie.
     below, upto = (np.searchsorted(others, members, side=side) for side in ("left", "right"))
@@ -161,7 +165,10 @@ def rank_area(inside: ArrayLike, outside: ArrayLike) -> float:
 
 
 def area_deviation(inside: int, outside: int) -> float:
-    """Returns the deviation of `rank_area` of so many scores by chance (Mann and Whitney, 1947)."""
+    """Returns the standard deviation of `rank_area` for so many scores of one distribution.
+
+    Both numbers are at least 1. Source: Mann and Whitney, 1947.
+    """
     return math.sqrt((inside + outside + 1) / (12 * inside * outside))
 
 
@@ -175,6 +182,7 @@ class Accuracy:
 
     share: float
     examples: int
+    """Number of test examples."""
     chance: float
     """Share of the test set's most frequent class, which needs no model."""
     low: float
@@ -184,7 +192,7 @@ class Accuracy:
 
     @property
     def is_chance(self) -> bool:
-        """Whether the interval does not lie above chance."""
+        """Whether the interval reaches down to `chance`: the model is not shown to beat it."""
         return self.low <= self.chance
 
     @property
@@ -235,9 +243,9 @@ def accuracy(share: float, examples: int, chance: float, *, confidence: float = 
 def learning_problem(
     accuracy: Accuracy, test_loss: float | None, *, trains: bool = True
 ) -> str | None:
-    """Returns why a model of this `accuracy` cannot show what a defense costs, or None.
+    """Returns why a model of this `accuracy` cannot show what a defense costs; None if it can.
 
-    `test_loss` is in nats, None if not finite. `trains` is false of releases in closed form.
+    `test_loss` is in nats, None if not finite. `trains` is false for releases in closed form.
     """
     if not accuracy.is_chance:
         return None
