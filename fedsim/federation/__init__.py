@@ -51,15 +51,15 @@ def federate(
         scenario: The scenario, whose sections have been checked against each other.
         stack: Name of the stack of defenses.
         out: The run's folder.
-        resume: Whether `out` may hold results of this stack, which is then continued.
+        resume: Whether results of this stack in `out` are continued; False refuses them.
         on_round: Called after each round trained in this call, in order, before its checkpoint is
             written. Rounds since the last checkpoint come again after a kill.
-        server: What the server of the stack knows, a `Workload` where clients compute in this
-            process; None builds it.
+        server: The stack's `Server`; a `Workload`, which has the data, where clients compute in
+            this process. None builds a `Workload`.
         link: Way to the nodes, for an engine whose nodes are on other machines; else None.
 
     Raises:
-        FedsimError: The scenario is refused, the strategy failed, or `out` holds other results.
+        FedsimError: The scenario is refused, the training failed, or `out` holds other results.
     """
     from fedsim.federation import strategies
     from fedsim.federation.checkpoint import Checkpoints
@@ -88,7 +88,7 @@ def federate(
 
 
 def build_engine(scenario: Scenario) -> FlowerEngine:
-    """Builds the engine that `scenario` names; any but a `FlowerEngine` is a `FedsimError`."""
+    """Builds the engine of `scenario.federation.engine`; a FedsimError if no `FlowerEngine`."""
     from fedsim.federation.engine import FlowerEngine
     from fedsim.scenario.build import build_engine as build
     from fedsim.types import FedsimError

@@ -55,7 +55,7 @@ class Checkpoint:
     buffers: Tensors
     """Float buffers of the global model, by name."""
     strategy: Mapping[str, Any]
-    """The strategy's memory as JSON, which refers to `strategy_tensors` by name."""
+    """The strategy's memory as JSON values, which refer to `strategy_tensors` by name."""
     strategy_tensors: Tensors
 
 
@@ -68,7 +68,7 @@ class Checkpoints:
     def __init__(
         self, out: Path, scenario: Scenario, stack: str, held: Sequence[int] | None = None
     ) -> None:
-        """Names the checkpoint of one stack, and reads nothing yet.
+        """Names the checkpoint of one stack, and reads none yet; missing weights are an OSError.
 
         Args:
             out: The run's folder.
@@ -85,7 +85,10 @@ class Checkpoints:
         self._recordings = out / "observations" / stack
 
     def start(self) -> None:
-        """Removes recordings of rounds after the last checkpoint, which are trained again."""
+        """Removes all recordings of rounds after the last checkpoint, which are trained again.
+
+        A FedsimError says that the checkpoint is damaged, or of another scenario or other data.
+        """
         index = self._index()
         done = index.round if index else 0
         # One recording must never mix what two runs of a round saw.
@@ -96,17 +99,17 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a checkpoint or a recording of the stack."""
+        """Whether the stack has a checkpoint (a FedsimError if it is damaged) or a recording."""
         return self._index() is not None or self._recordings.exists()
 
     @property
     def complete(self) -> bool:
-        """Whether the last checkpoint is that of the scenario's last round; False without any."""
+        """Whether the scenario's last round has a checkpoint; a FedsimError if that is damaged."""
         index = self._index()
         return index is not None and index.round >= index.rounds
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Replaces the last checkpoint by `checkpoint`."""
+        """Writes `checkpoint` in place of the last one; a kill leaves one of the two whole."""
         tensors = {f"parameter.{name}": value for name, value in checkpoint.parameters.items()}
         tensors |= {f"buffer.{name}": value for name, value in checkpoint.buffers.items()}
         tensors |= {f"strategy.{n}": value for n, value in checkpoint.strategy_tensors.items()}
@@ -123,7 +126,10 @@ class Checkpoints:
         write_bytes(self._path, content, private=True)
 
     def load(self) -> Checkpoint | None:
-        """Returns the latest checkpoint; None if there is none."""
+        """Returns the latest checkpoint; None if there is none.
+
+        A FedsimError says that it is damaged, or of another scenario or other data.
+        """
         index = self._index()
         if index is None:
             return None
@@ -162,7 +168,11 @@ class Checkpoints:
 
 
 def fingerprint(scenario: Scenario, stack: str) -> str:
-    """Returns a hexadecimal SHA-256 digest of all that decides what `stack`'s training gives."""
+    """Returns a hexadecimal SHA-256 digest of all that decides what `stack`'s training gives.
+
+    The file `training.weights` counts by its content: an OSError if it is missing, a FedsimError if
+    it is not a regular file.
+    """
     sections = scenario.model_dump(
         mode="json",
         include={"seed", "device", "threads", "data", "learner", "model", "training", "observe"},

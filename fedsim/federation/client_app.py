@@ -43,15 +43,20 @@ from fedsim.types import FedsimError, Tensors
 
 @dataclass(frozen=True)
 class FederationJob:
-    """Describes the training of one stack to every process of a federation; `out` is its folder."""
+    """Describes the training of one stack to every process of a federation."""
 
     scenario: str
     """The scenario as JSON."""
     stack: str
     out: str
+    """Absolute path of the run's folder."""
 
     def workload(self) -> Workload:
-        """Returns the computations of the stack, built once per process, whose threads it fixes."""
+        """Returns the stack's computations, built at the first call in a process.
+
+        Building sets how many threads the process computes on, and raises a FedsimError if the data
+        or the stack cannot be had.
+        """
         return _workload(self.scenario, self.stack)
 
 
@@ -65,11 +70,12 @@ def _workload(scenario: str, stack: str) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class SumIdentity:
-    """A client's signing key for secure sums (`identity`), and how the client draws its secrets."""
+    """A client's signing key for secure sums, and how the client draws its other secrets."""
 
     identity: Identity
+    """The signing key, and the public keys of all clients."""
     fresh: bool
-    """Whether keys and masks are drawn anew each time; otherwise they follow from the scenario's
+    """Whether keys and masks are drawn at random; otherwise they follow from the scenario's
     seed."""
     run: str = ""
     """Name of the run if nodes draw secrets of their own; else empty."""
@@ -81,11 +87,15 @@ def build(
     sum_identity: SumIdentity | None = None,
     on_release: Callable[[], None] | None = None,
 ) -> ClientApp:
-    """Builds the ClientApp of one stack, which answers for any client of its process.
+    """Builds the ClientApp of one stack, which answers for the client that a message comes to.
+
+    The client is the number `partition-id` of the node's configuration. The app raises a
+    FedsimError for a message that does not fit the scenario, or asks for a release again with other
+    inputs.
 
     Args:
         job: Description of the stack's training.
-        workload: Its computations; None if this process is to build its own at the first message.
+        workload: Its computations; None builds them at the first message.
         sum_identity: Signing key of a client on a machine of its own; None draws keys from the
             scenario's seed.
         on_release: Called before each release, of training or of a probe; it may refuse by raising.

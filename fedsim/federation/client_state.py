@@ -41,19 +41,22 @@ _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
 
 @dataclass(frozen=True)
 class ClientState:
-    """Files below `out` in which a `client`, a number that was checked, remembers its rounds."""
+    """Files in a run's folder `out` in which a client, from 0, remembers its rounds of a stack."""
 
     out: Path
     stack: str
     client: int
 
     def before(self, round: int) -> Tensors:
-        """Returns the state after the client's last round before `round`; empty without any."""
+        """Returns the tensors of the last `save` of a round before `round`; empty without any."""
         earlier = [past for past in self._rounds() if past < round]
         return read_tensors(self._path(max(earlier))) if earlier else {}
 
     def save(self, round: int, state: Tensors, checkpoint_every: int) -> None:
-        """Keeps `state` after `round`, and removes what no run resumed from a checkpoint needs."""
+        """Keeps the tensors `state` after `round`, and removes older ones that no run needs.
+
+        A run is resumed after a checkpoint, of which there is one every `checkpoint_every` rounds.
+        """
         write_tensors(self._path(round), state)
         checkpoint = (round - 1) // checkpoint_every * checkpoint_every
         # The newest state at or before the checkpoint is what a resumed run goes back to.
@@ -62,7 +65,7 @@ class ClientState:
             self._path(past).unlink(missing_ok=True)
 
     def save_sent(self, round: int, sent: Tensors) -> None:
-        """Keeps what `training.client.pack_round` made of the update of `round`."""
+        """Keeps the tensors that `training.client.pack_round` made of the update of `round`."""
         write_tensors(self._sent_path(round), sent)
 
     def load_sent(self, round: int) -> Tensors:
@@ -71,13 +74,13 @@ class ClientState:
         return read_tensors(path) if path.exists() else {}
 
     def forget_sent(self, round: int) -> None:
-        """Forgets what was sent in `round`, since that answer was left out."""
+        """Removes what `save_sent` kept of `round`, if anything, since that answer was left out."""
         self._sent_path(round).unlink(missing_ok=True)
 
     def rewind(self, done: int) -> None:
         """Removes what the client kept in rounds after `done`, since these are trained again.
 
-        The notes of its answers stay, and so does the state of each round that these notes name.
+        Notes of its answers stay, and so do states up to the last round that these notes name.
         """
         truth.forget_rounds(self.out, self.stack, self.client, done)
         # A client that forgets what it has released would release the same again as its first.
@@ -93,28 +96,32 @@ class ClientState:
         remove_torn(self._path(0).parent)
 
     def answer(self, asked: tuple[int, ...], inputs: Sequence[Tensors]) -> None:
-        """Notes that the client answers one order for these `inputs`; others are a FedsimError.
+        """Notes that the client answers one order, once for all, for these `inputs`.
 
-        `asked` is the key of the release (`noise_use.release_key`), and `inputs` all that decides
-        the answer beside the client's data. Refused, too, is a new order of a round before the
-        last.
+        `asked` is the key of the release (`noise_use.release_key`), and `inputs` all tensors that
+        decide the answer beside the client's data. Other inputs later are a FedsimError, as is a
+        new order of a round before the last.
         """
         self._notes.refuse_past(asked)
         self._notes.use_once(asked, inputs)
 
     def note_release(self, asked: tuple[int, ...], release: Sequence[Tensors]) -> None:
-        """Notes a digest of the tensors `release` before they are sent; fails as `NoiseNotes`."""
+        """Notes a digest of the tensors that answer the order `asked`, before they are sent.
+
+        Tensors other than those noted before are a FedsimError. `answer` has to have noted the
+        order.
+        """
         self._notes.note_release(asked, release)
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:
-        """Notes consent to a sum of `round` over `survivors`; other clients are a FedsimError."""
+        """Notes consent to a sum of `round` over `survivors`; later, others are a FedsimError."""
         opened = self._notes_in("opened.jsonl")
         # Noted like noise: the first set of clients holds, and any other is refused.
         members = {"survivors": torch.tensor(sorted(survivors))}
         opened.use_once((round,), [members], "consent to a sum")
 
     def save_sum(self, round: int, memory: Mapping[str, Any]) -> None:
-        """Keeps the client's `memory` of the secure sum of `round`, in place of any other's."""
+        """Keeps `memory` (JSON values) of the secure sum of `round`, in place of any other's."""
         content = json.dumps({"round": round, "memory": memory}).encode()
         write_bytes(self._path(0).with_name("sum.json"), content, private=True)
 

@@ -162,7 +162,7 @@ class Nodes:
     """Keeps track of which node speaks for which client: a restarted one has another id."""
 
     def __init__(self, grid: Grid, clients: int, patience: float = START_SECONDS) -> None:
-        """Knows no node of so many `clients` yet; `gather` waits `patience` seconds for them."""
+        """Knows no node yet; `gather` waits `patience` seconds for those of so many `clients`."""
         self._grid = grid
         self._count = clients
         self._patience = patience
@@ -172,7 +172,8 @@ class Nodes:
     def gather(self, done: int) -> None:
         """Waits for one node of each client, and tells all that `done` rounds are done.
 
-        A FedsimError says that some did not come in time, or one refuses.
+        A FedsimError says that some did not come in time, one refuses, or two are one client. Nodes
+        remove what they kept of later rounds.
         """
         greeting = wire.greeting(done)
         calls = _roll_call(self._grid, self._count, greeting, wire.IDENTIFY, self._patience)
@@ -181,7 +182,7 @@ class Nodes:
         self._known = set(self._of.values())
 
     def refresh(self, done: int) -> list[str]:
-        """Admits nodes that have connected since the last call, and tells them the rounds `done`.
+        """Admits nodes that came since the last call, and tells them that `done` rounds are done.
 
         It returns a line of text about each node that is refused. A new node takes the place of a
         client's old one only if that is disconnected or does not answer.
@@ -229,10 +230,10 @@ class Nodes:
 
 
 def answer_census(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -> RecordDict:
-    """Returns the content of the answer of `client` to a census.
+    """Returns the content of the answer of `client` to the question how much it holds.
 
-    `held` is the client's number of examples. `statistics` maps a privacy unit to the reasons, in
-    words, why nothing can be claimed of its data; a unit may have none.
+    `held` is its number of examples. `statistics` lists in words, for each privacy unit, the parts
+    of the set-up that depend on one unit's data without noise.
     """
     said = json.dumps({unit: list(reasons) for unit, reasons in statistics.items()})
     told = ConfigRecord(
@@ -244,8 +245,8 @@ def answer_census(client: int, held: int, statistics: Mapping[Unit, tuple[str, .
 def take_census(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
     """Asks the nodes of all clients how many examples they hold; returns what they answer.
 
-    Reasons of all clients are joined, each once. A `FedsimError` says that nodes are missing, one
-    refuses or has another version, or two are one client.
+    Their private statistics (`Census`) are joined, each once. A `FedsimError` says that nodes are
+    missing, one refuses or has another version, or two are one client.
 
     Args:
         grid: The grid to which nodes connect.

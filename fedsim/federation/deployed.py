@@ -38,12 +38,13 @@ class Deployed:
     """Facts of a deployed run that its scenario does not hold."""
 
     census: Census
+    """What nodes have told of their data: how many examples each holds."""
     secret: bytes | None
     """Secret of the server's noise; None if all noise follows from the scenario's seed."""
 
     @classmethod
     def read(cls, out: Path) -> Deployed:
-        """Reads what `save` wrote below the run's folder `out`; a `FedsimError` if it cannot."""
+        """Reads what `save` wrote in the run's folder `out`; a FedsimError if that fails."""
         path = out / "census.json"
         if not path.exists():
             raise FedsimError(NO_LINK)
@@ -70,7 +71,7 @@ class Deployed:
                 file.write(self.secret)
 
     def servers(self, scenario: Scenario) -> dict[str, Server]:
-        """Returns the `Server` of each stack of `scenario`, described by its own data source."""
+        """Returns each stack's `Server` by its name; loads the scenario's data to describe it."""
         described = load_dataset(scenario).without_training()
         return {
             name: Server(scenario, name, described, self.census, self._noise_seed(name))
@@ -87,7 +88,7 @@ class Deployed:
 
 
 def run_name(out: Path) -> str:
-    """Returns the name by which nodes know the run in `out`, drawn at random by the first call."""
+    """Returns the name by which nodes know the run in `out`; the first call draws and writes it."""
     path = out / "run"
     if not path.exists():
         files.write_bytes(path, secrets.token_hex(_RUN_BYTES).encode())

@@ -45,7 +45,11 @@ class Deployment(FlowerEngine):
     def clients_of(
         self, scenario: Scenario, out: Path, link: Link | None, on_wait: OnWait | None
     ) -> Deployed:
-        """Asks the nodes what they hold, see `FlowerEngine`; a resumed run keeps its secret."""
+        """Asks the nodes what they hold, see `FlowerEngine.clients_of`.
+
+        A FedsimError says that nodes are missing, refuse, or cannot be reached as the scenario
+        says. A resumed run keeps its secret.
+        """
         from fedsim.federation.delivery import take_census
         from fedsim.federation.deployed import Deployed
         from fedsim.federation.network import flower
@@ -75,7 +79,7 @@ class Deployment(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Trains the remaining rounds of `job` with the nodes behind `link`, see `FlowerEngine`."""
+        """Trains with the nodes behind `link`, see `FlowerEngine.train`; None is a FedsimError."""
         from fedsim.federation import server_app
         from fedsim.federation.delivery import Delivery
         from fedsim.federation.deployed import NO_LINK, run_name
@@ -97,7 +101,7 @@ class Deployment(FlowerEngine):
         """Copies the truth that nodes keep into the run in `out`; returns the number of files.
 
         Recordings that clients made of each other are copied, too. If `homes` is empty, the nodes'
-        folders below `out` are read. A home with another client's truth is a FedsimError.
+        folders below `out` are read. A folder that is missing or another client's is a FedsimError.
         """
         from fedsim.recording import files, truth
 

@@ -39,12 +39,12 @@ class FlowerEngine(Engine):
 
         Args:
             job: Description of the training for processes of the engine.
-            server: What the server knows; a `Workload` unless the engine is remote.
+            server: The stack's `Server`; a `Workload` unless the engine is remote.
             on_round: Called after each round with its record, before a checkpoint is written.
             link: Way to nodes on other machines; else None.
 
         Raises:
-            FedsimError: the strategy failed, or nodes cannot be reached.
+            FedsimError: The strategy failed, or nodes cannot be reached.
         """
 
     def clients_of(
@@ -57,8 +57,10 @@ class FlowerEngine(Engine):
         Args:
             scenario: The scenario.
             out: The run's folder.
-            link: Way to ask the nodes; None reads an earlier answer from `out`, or a FedsimError.
-            on_wait: Called with the number of connected nodes while more have to connect.
+            link: Way to ask the nodes; None reads an earlier answer from `out`. A FedsimError says
+                that neither works, or that the engine has no nodes to link.
+            on_wait: Called with the number of connected nodes while more have to connect; None:
+                nobody.
         """
         if link is not None:
             raise FedsimError("--superlink: this engine has no nodes elsewhere; leave it out")
@@ -77,12 +79,12 @@ class Local(FlowerEngine):
     """Runs all clients in this process, one after the other."""
 
     def check(self) -> None:
-        """Accepts any machine."""
+        """Does nothing: this engine runs on any machine."""
 
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Trains the remaining rounds of `job` in this process, see `FlowerEngine`."""
+        """Trains the remaining rounds of `job` in this process, see `FlowerEngine.train`."""
         from fedsim.federation import local
 
         local.train(job, server, on_round)

@@ -85,7 +85,10 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-        """Yields replies in the order of the ids; a client runs when its reply is read."""
+        """Yields the replies to sent messages by the order of ids; unknown ids are left out.
+
+        A client runs when its reply is read. One that fails or is late has a reply with an error.
+        """
         for message_id in message_ids:
             waiting = self._waiting.pop(message_id, None)
             if waiting is not None:
@@ -95,7 +98,7 @@ class LocalGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Sends `messages` and returns the replies; the grid's own timeout holds."""
+        """Sends `messages` and returns the replies in their order; the grid's own timeout holds."""
         return list(self.pull_messages(self.push_messages(messages)))
 
     def _deliver(self, metadata: Metadata, content: bytes) -> Message:
@@ -137,7 +140,7 @@ class LocalGrid(Grid):
 
 
 def train(job: client_app.FederationJob, server: Server, on_round: server_app.OnRound) -> None:
-    """Trains the remaining rounds of `job` here; builds a `Workload` unless `server` is one."""
+    """Trains here, see `FlowerEngine.train`; builds a `Workload` unless `server` is one."""
     workload = server if isinstance(server, Workload) else job.workload()
     scenario, clients = workload.scenario, client_app.build(job, workload)
     grid = LocalGrid(clients, scenario.data.clients, scenario.federation.timeout)
@@ -156,7 +159,7 @@ def run_server(server_app: ServerApp, grid: Grid) -> None:
 
 @contextmanager
 def identity() -> Iterator[None]:
-    """Lets this process act as a Flower server, in whose name the block sends messages."""
+    """Lets this process act as a Flower server, in whose name a `with` block sends messages."""
     before = vars(TaskIdentity).copy()
     TaskIdentity.task_id, TaskIdentity.run_id = 1, _RUN_ID
     TaskIdentity.node_id = SUPERLINK_NODE_ID

@@ -31,12 +31,15 @@ class NoiseNotes:
     """Notes of how one owner used the noise of its releases, in a file that outlives a kill."""
 
     def __init__(self, path: Path, who: str) -> None:
-        """Reads and writes the notes of `who`, the owner in errors, in the file at `path`."""
+        """Reads and writes the notes of `who`, as errors call the owner, in the file at `path`."""
         self._path, self._who = path, who
 
     @classmethod
     def of_server(cls, out: Path, stack: str, who: str) -> NoiseNotes:
-        """Returns the notes below the run's folder `out` of what the server draws, as `who`."""
+        """Returns the notes of noise that the server draws for `who`, in the run's folder `out`.
+
+        `who` names a folder, and the owner in errors: `server`, or `strategy` for Flower's noise.
+        """
         return cls(out / "client_state" / stack / who / "answered.jsonl", f"the {who}")
 
     def use_once(
@@ -59,7 +62,7 @@ class NoiseNotes:
             self._write([*noted, {"asked": list(own), "digest": at}])
 
     def rounds(self) -> list[int]:
-        """Returns the round of each noted release, in the order of use; empty without a file."""
+        """Returns the round of each noted release in order of use; none without a file."""
         return [entry["asked"][0] for entry in self._read()]
 
     def refuse_past(self, own: tuple[int, ...]) -> None:

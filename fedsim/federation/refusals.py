@@ -32,13 +32,19 @@ Claims = Mapping[str, PrivacyClaim]
 
 
 def check_scenario(scenario: Scenario, stacks: Collection[str] | None = None) -> None:
-    """Refuses, by a FedsimError, what fails by the scenario alone, of all stacks or of `stacks`."""
+    """Refuses, by a FedsimError, an engine or a strategy that cannot work with the scenario.
+
+    The strategy has to fit the stacks of these names; None means all of `scenario.defenses`.
+    """
     for ask in OF_SCENARIO:
         ask(scenario, scenario.defenses if stacks is None else stacks)
 
 
 def check(server: Server) -> None:
-    """Refuses, by a FedsimError, a stack that cannot work; of a `Workload`, its data, too."""
+    """Refuses, by a FedsimError, a stack that cannot work.
+
+    Of a `Workload` its data are checked, too, and one client trains for at most two steps.
+    """
     for ask in OF_STACK:
         ask(server)
     if isinstance(server, Workload):
@@ -47,7 +53,7 @@ def check(server: Server) -> None:
 
 
 def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
-    """Refuses, by a FedsimError, an audit or a score that lacks what it needs.
+    """Refuses, by a FedsimError, an audit without a claim to refute, and unreadable LPIPS weights.
 
     `servers` and `claims` are those of all stacks, by name of the stack.
     """

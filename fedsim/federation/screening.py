@@ -75,13 +75,17 @@ class Tally:
     """Counts what happened to the messages of one round, as `records.RoundRecord` shows it."""
 
     failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    """Number of training answers that are left out, for each of `records.REASONS`."""
     details: list[str] = field(default_factory=list)
+    """One line for each failure, at most 20."""
     zero_updates: int = 0
     probe_failures: int = 0
     accepted: tuple[int, ...] = ()
     """Clients whose updates are aggregated, ascending."""
     train_loss: float | None = None
+    """Mean loss over accepted answers, weighted by examples; None if nobody reports one."""
     bytes_up: int = 0
+    """Serialized size in bytes of training answers; `bytes_down` is that of the orders."""
     bytes_down: int = 0
 
     @property
@@ -90,7 +94,10 @@ class Tally:
         return sum(self.failures.values())
 
     def fail(self, verdict: Screening, client: int, probe: Probe | None) -> None:
-        """Counts an answer of `client` to an order to train, or to a probe, that is left out."""
+        """Counts an answer of `client` that `verdict` leaves out.
+
+        It was the answer to `probe`, or to an order to train if that is None.
+        """
         if probe:
             self.probe_failures += 1
         elif verdict.reason:

@@ -42,8 +42,10 @@ def build(
 ) -> ServerApp:
     """Returns the ServerApp that trains the stack of `server`, from its last checkpoint on.
 
+    The app raises a FedsimError if nodes are missing or the strategy fails.
+
     Args:
-        server: What the server knows of the stack and its clients.
+        server: The stack's `Server`.
         out: The run's folder.
         on_round: Called after each round with its record, before a checkpoint is written.
         delivery: How messages travel; by default clients take turns on one machine.

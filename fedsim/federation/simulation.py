@@ -68,7 +68,7 @@ class Simulation(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Trains the remaining rounds of `job` in a child process; a FedsimError if it dies."""
+        """Trains in a child process, see `FlowerEngine.train`; a FedsimError if that ends early."""
         scratch = Path(tempfile.mkdtemp(prefix="fedsim-"))  # Ray's sockets need a short path
         per_process = server.scenario.threads
         try:
@@ -136,7 +136,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Runs as the child process of `Simulation.train`: jobs on stdin, rounds on stdout."""
+    """Runs as the child of `Simulation.train`: JSON of one job on stdin, of rounds on stdout."""
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     # Whatever a library prints is no line of ours.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -43,7 +43,7 @@ class Spool:
     """Holds the accepted answers of one round, by client; a `with` block clears it at both ends."""
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
-        """Spools in `folder`, which `clear` removes; more than `budget` bytes go to disk."""
+        """Spools in `folder`, which `clear` removes; what exceeds `budget` bytes goes to disk."""
         self._folder = folder
         self._budget = budget
         self._held = 0
@@ -61,7 +61,7 @@ class Spool:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets every answer."""
+        """Forgets every answer, and removes the folder."""
         self._held = 0
         self._in_memory.clear()
         self._answers.clear()
@@ -91,19 +91,19 @@ class Spool:
         return sorted(self._answers)
 
     def num_examples(self, client: int) -> int:
-        """Returns the number of examples that `client` reported, its weight in means."""
+        """Returns how many examples `client`, whose answer is held, reported: its weight."""
         return self._answers[client][0]
 
     def loss(self, client: int) -> float | None:
-        """Returns the loss that `client` reported; None if it reported none."""
+        """Returns the loss that `client`, whose answer is held, reported; None if it did not."""
         return self._answers[client][1]
 
     def update(self, client: int, name: str) -> Tensor:
-        """Returns the tensor called `name` of `client`'s update."""
+        """Returns the tensor called `name` of the update of `client`, whose answer is held."""
         return self._read(client, _UPDATE + name)
 
     def get(self, client: int, names: Iterable[str], buffers: Iterable[str]) -> Update:
-        """Returns `client`'s update, with the tensors called `names` and these `buffers`."""
+        """Returns the update of `client`, whose answer is held: its named tensors and `buffers`."""
         return Update(
             tensors={name: self.update(client, name) for name in names},
             num_examples=self.num_examples(client),
@@ -117,7 +117,10 @@ class Spool:
         return sum(loss * examples for loss, examples in reported) / total if reported else None
 
     def mean_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Returns the mean of the clients' new buffers called `names`, weighted by examples."""
+        """Returns the mean of the clients' buffers called `names`, weighted by examples.
+
+        It is empty if no answer is held.
+        """
         total = sum(examples for examples, _ in self._by_client())
         mean: dict[str, Tensor] = {}
         for client in self.clients():
@@ -142,12 +145,15 @@ class Spool:
 
 @dataclass(frozen=True, kw_only=True)
 class MeanRelease:
-    """Mean of `releases` of one client, or of the aggregate (-1) of `num_clients` clients."""
+    """Mean of `releases` of one client, or of the combination of `num_clients` clients."""
 
     client: int
+    """Number of the client; -1 for the combination."""
     update: Update
     num_clients: int
+    """Number of clients whose updates are combined; 1 for one client."""
     releases: int = 1
+    """Number of releases that the mean is of."""
     participants: tuple[int, ...] = ()
     """Clients whose mean it is; empty of one client, and of several releases."""
 
@@ -156,7 +162,7 @@ class Averages:
     """Keeps the mean of each client's releases so far; a `with` block clears it at both ends."""
 
     def __init__(self, folder: Path, budget: int = BUDGET) -> None:
-        """Averages in `folder` with `budget` bytes of memory, both as of `Spool`."""
+        """Averages in `folder`, removed in the end; what exceeds `budget` bytes goes to disk."""
         self._spool = Spool(folder, budget)
         self._counts: dict[int, tuple[int, int]] = {}
         self._names: tuple[list[str], list[str]] = [], []
@@ -169,7 +175,10 @@ class Averages:
         self._forget()
 
     def add(self, release: MeanRelease) -> None:
-        """Adds a release to its client's mean, if it combines as many clients as the first did."""
+        """Adds a release to its client's mean, or drops it.
+
+        It is dropped if it combines another number of clients than the client's first release did.
+        """
         client, update = release.client, release.update
         count, clients = self._counts.get(client, (0, release.num_clients))
         if clients != release.num_clients:
@@ -225,7 +234,7 @@ class _LazyArray(Array):
 
 
 def lazy_record(like: Tensors, load: Callable[[str], Tensor]) -> ArrayRecord:
-    """Returns a record of arrays like `like`, each of which `load(name)` gives when it is read."""
+    """Returns a record of arrays like `like`; reading one calls `load(name)` for a CPU tensor."""
     record = ArrayRecord()
     for name, tensor in like.items():
         record[name] = _LazyArray(tensor, partial(load, name))

@@ -75,10 +75,10 @@ def names() -> list[str]:
 
 
 def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
-    """Builds a fresh strategy of class `name`; what does not work here raises a `FedsimError`.
+    """Builds a fresh strategy of Flower's class `name`; what does not work is a `FedsimError`.
 
-    The parameter `strategy` of a wrapper is written `{name: FedAvg, <parameter>: ...}` or as a
-    name, and `accountant` as `{max_epsilon: ε, delta: δ}`.
+    `parameters` are its constructor's. The `strategy` of a wrapper is written `{name: FedAvg,
+    <parameter>: ...}` or as a name, and `accountant` as `{max_epsilon: ε, delta: δ}`.
     """
     if name in REFUSED:
         raise FedsimError(f"federation.strategy: {name} is not supported: {REFUSED[name]}")
@@ -115,7 +115,10 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
 
 
 def rounds_within_budget(strategy: Strategy, most: int) -> int:
-    """Returns after how many rounds the strategy's accountant stops training, or else `most`."""
+    """Returns how many rounds the strategy's accountant allows, at most `most`.
+
+    A strategy without an accountant allows `most`.
+    """
     accountant = getattr(strategy, "accountant", None)
     if accountant is None:
         return most
@@ -144,7 +147,7 @@ def check_fit(
         sees_each: Whether the server sees each client's update, or only their combination.
         losses: Whether clients report their loss.
         bound: L2 norm that no client's update exceeds; inf if none is proven.
-        rate: By how much weights move for an update of length 1, at most.
+        rate: Largest length by which weights move for an update of length 1.
     """
     if not sees_each and name not in _FROM_MEAN:
         raise FedsimError(
@@ -171,7 +174,7 @@ def check_fit(
 
 
 def check_sampled(parameters: Mapping[str, Any], sampled: int) -> None:
-    """Raises a FedsimError if `num_sampled_clients` is given, and not the number `sampled`."""
+    """Raises a FedsimError if a strategy's `num_sampled_clients` is given and not `sampled`."""
     told = parameters.get("num_sampled_clients")
     if told not in (None, sampled):
         raise FedsimError(
@@ -255,7 +258,7 @@ def _inner(value: Any) -> tuple[str, dict[str, Any]]:
 
 @contextmanager
 def quiet_flower() -> Iterator[None]:
-    """Keeps Flower's log at the level FLWR_LOG_LEVEL inside the block."""
+    """Keeps Flower's log at the level FLWR_LOG_LEVEL in a `with` block."""
     # Flower may have been imported before fedsim, and then has another level.
     logger = logging.getLogger("flwr")
     before = logger.level

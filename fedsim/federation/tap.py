@@ -43,7 +43,8 @@ _Ordered = tuple[Message, int, Probe | None]
 class TapGrid:
     """Wraps a grid of one stack, and records what the server sees between `begin` and `end`.
 
-    A strategy is handed it as a `Grid`, and asks it for nothing but node ids.
+    A strategy is handed it as a `Grid`, and asks it for nothing but node ids. Its `tally` counts
+    what became of the round's messages.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class TapGrid:
         self.tally = Tally()
 
     def begin(self, round: int, buffers: Tensors) -> None:
-        """Starts `round`, whose global model has the float `buffers`."""
+        """Starts `round`, from 1, whose global model has the float `buffers`."""
         self._round = round
         self._buffers = self._new_buffers = buffers
         self._plan = self._server.plan(round)
@@ -96,7 +97,7 @@ class TapGrid:
         self.tally = Tally()
 
     def end(self) -> Tensors:
-        """Forgets the round's replies; returns accepted answers' mean float buffers, or the old."""
+        """Ends the round; returns the mean float buffers of accepted answers, else the old ones."""
         # Buffers are statistics: a server optimizer could make a variance negative.
         self._spool.clear()
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -109,12 +110,11 @@ class TapGrid:
     def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:
         """Sends the strategy's training messages, then the round's probes; records all answers.
 
-        A FedsimError says that a message holds no arrays.
-
         It is called once between `begin` and `end`, and replaces the content of `messages` by
-        fedsim's own order. It returns one reply for each accepted update, by ascending client, or
-        none: a reply's arrays are that client's new weights, computed when they are read, until
-        `end`. If the stack combines updates, there is one reply with the combination.
+        fedsim's own order. Messages without arrays are a FedsimError. It returns one reply for each
+        accepted update, by ascending client, or none: a reply's arrays are that client's new
+        weights, computed when they are read, until `end`. If the stack combines updates, there is
+        one reply with the combination.
         """
         # Sums depend on their order, and node numbers differ between engines: the order is by
         # client.

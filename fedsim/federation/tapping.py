@@ -112,7 +112,8 @@ def client_tap(
     """Returns a mod of a ClientApp that records what this client receives and answers.
 
     The mod must be the first of the app's mods, so that it records what leaves the machine. Each
-    run gets a folder of its own in `out`. `rounds`, `max_gib` and errors are those of `tap`.
+    run gets a folder of its own in `out`. `rounds` (from 1; None: all) and `max_gib` are those of
+    `tap`; wrong values are a FedsimError.
     """
     recorder_of = _recorders(out, rounds, None, max_gib)
 
@@ -462,7 +463,7 @@ class _TappedGrid(Grid):
 
 
 def trains(message: Message) -> bool:
-    """Returns whether a message asks a client to train, by Flower's message type."""
+    """Returns whether a message asks a client to train: its type is `train` or `train.<action>`."""
     return message.metadata.message_type.partition(".")[0] == TRAIN
 
 

@@ -66,12 +66,13 @@ class MalformedError(FedsimError):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A server's order in `round`, from 1: to train (`probe` is None), or to answer a probe."""
+    """A server's order in `round`, from 1, to train at a global model or to answer a probe."""
 
     round: int
     parameters: Tensors
     buffers: Tensors
     probe: Probe | None
+    """Probe that is asked for; None asks for training."""
     clipping_norm: float | None = None
     """L2 norm to which Flower's adaptive clipping has the client clip; None without it."""
 
@@ -180,7 +181,7 @@ def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None)
 
 
 def answer(update: Update, loss: float | None, is_clipped: bool | None = None) -> RecordDict:
-    """Returns the content of a message that carries an update, and all else that is not None."""
+    """Returns the content of a message with an update, and with loss and clipping if not None."""
     metrics = metrics_of(update.num_examples, loss, is_clipped)
     return RecordDict(
         {ARRAYS: encode(update.tensors), BUFFERS: encode(update.buffers), METRICS: metrics}
@@ -188,7 +189,7 @@ def answer(update: Update, loss: float | None, is_clipped: bool | None = None) -
 
 
 def metrics_of(examples: int, loss: float | None, is_clipped: bool | None) -> MetricRecord:
-    """Returns an answer's number of `examples`, and of its other values those that are not None."""
+    """Returns an answer's number of `examples`, and of its loss and clipping what is not None."""
     metrics = MetricRecord({EXAMPLES: examples})
     if loss is not None:
         metrics[LOSS] = loss
@@ -233,7 +234,7 @@ def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
 
 
 def greeting(done: int) -> RecordDict:
-    """Returns the content of a message that asks a node for its client after `done` rounds."""
+    """Returns the content of a message that asks a node who it is, once `done` rounds are done."""
     return RecordDict({CONFIG: ConfigRecord({ROUND: done})})
 
 
@@ -349,7 +350,7 @@ def _list_names(names: object) -> str:
 
 
 def content_to_bytes(content: RecordDict) -> bytes:
-    """Returns `recorddict_to_proto(content).SerializeToString()`, without its copies."""
+    """Serializes a message's content to Flower's bytes, with fewer copies than Flower makes."""
     proto = ProtoRecordDict()
     _fill(proto, content)
     data: bytes = proto.SerializeToString()
@@ -364,7 +365,7 @@ def size_of(content: RecordDict) -> int:
 
 
 def message_to_bytes(message: Message) -> bytes:
-    """Returns `message_to_proto(message).SerializeToString()`, without its copies."""
+    """Serializes a message, with its content or error, to Flower's bytes, with fewer copies."""
     proto = ProtoMessage(metadata=metadata_to_proto(message.metadata))
     if message.has_content():
         proto.content.SetInParent()
