@@ -18,9 +18,9 @@ from fedsim.types import Effect, FedsimError, Tensors, Update
 class Aggregate(AggregationDefense):
     """Shows the server only the mean of the round's updates, weighted by their numbers of examples.
 
-    What a secure-aggregation protocol promises, without the protocol: the yardstick for one. The
-    mean is formed as the updates arrive, in float32 or wider, in the memory of one update; integer
-    tensors are averaged and rounded. A non-finite entry of one client is non-finite in the mean.
+    It is the ideal result of secure aggregation, without a protocol. The mean is formed as updates
+    arrive, in float32 or wider, in the memory of one update. Integer tensors are averaged and
+    rounded. An entry that is not finite in one update is not finite in the mean.
     """
 
     averages: ClassVar[bool] = True
@@ -53,25 +53,25 @@ class Aggregate(AggregationDefense):
         return Update(tensors=tensors.read(), buffers=buffers.read(), num_examples=seen)
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns each client's own guarantee, or that of all if they share their noise."""
+        """Returns `before`, or its `pooled` mechanism where clients share the noise among them."""
         # A mean with weights below 1 is no longer than the longest update, and it is computed from
         # the client's release: post-processing. What other clients' noise adds is not counted,
         # unless they share it: then each counts one example, so that the mean is a plain one.
         return replace(before, mechanism=before.pooled, pooled=None) if before.pooled else before
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns an effect that changes nothing: nothing is added to the combination."""
+        """Returns an empty Effect: nothing is added to the mean."""
         return Effect()
 
 
 def sum_updates(updates: Iterable[Update], who: str) -> Update:
     """Returns the sum of the updates' tensors, added up in float64, and the mean of their buffers.
 
-    All updates weigh alike in the mean, and the result's `num_examples` is the total. `who` names
+    All updates weigh alike. `num_examples` is the total, and sums are float32 or wider. `who` names
     the caller in error messages.
 
     Raises:
-        FedsimError: there is no update, or their tensors differ in name or shape.
+        FedsimError: there is no update, or tensors differ in name or shape.
     """
     count = examples = 0
     tensors, buffers = _RunningMean(torch.float64), _RunningMean()

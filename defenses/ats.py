@@ -20,16 +20,17 @@ _SHIFT, _CONTRAST = 150 / 331 / 9, 0.5 / 9
 
 
 class Operation(BaseModel):
-    """A step of a policy, whose direction is drawn."""
+    """Describes one change of an image, whose direction is drawn: a step of a policy of `ATS`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Literal["translate_x", "translate_y", "contrast"]
+    """Shift along the width or height, or change of contrast."""
     magnitude: Annotated[int, Field(ge=0, le=9)]
     """Size in ninths of the largest: 45% of the side, or half of the contrast."""
 
     def changes(self) -> tuple[ImageChange, ImageChange]:
-        """Returns the change in either direction, that of the smaller `by` first."""
+        """Returns the change in both directions: left or up first, or to less contrast."""
         if self.name == "contrast":
             sizes = [1 + sign * self.magnitude * _CONTRAST for sign in (-1, 1)]
         else:
@@ -60,8 +61,8 @@ _HYBRID = (
 class ATS(BatchDefense):
     """Replaces each image by a view of it: a policy is drawn, and the direction of each operation.
 
-    The default is the policies that the authors found for CIFAR-100 with ResNet-20, as a hybrid.
-    Policies are not searched for here. What enters from outside of the image is black.
+    The default is the two policies that the authors found for CIFAR-100 with ResNet-20. Policies
+    are not searched for here. What enters from outside of the image is black.
     """
 
     paper: ClassVar[str] = (
@@ -70,12 +71,12 @@ class ATS(BatchDefense):
     )
 
     policies: Annotated[tuple[TransformPolicy, ...], Field(min_length=1, max_length=8)] = _HYBRID
-    """Policies of one to four operations, of which one is drawn for each image."""
+    """Policies of one to four operations each, of which one is drawn for each image."""
 
     def change(
         self, images: Tensor, labels: Tensor, spec: InputSpec, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Returns a view of each image, with its label."""
+        """Returns a view of each image, and `labels`. See `BatchDefense.change`."""
         views = self._views()
         # Policies are equally likely, however many views they have.
         policies, places = uniform((2, len(images)), rng)
@@ -89,11 +90,11 @@ class ATS(BatchDefense):
         return torch.cat(parts), labels
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns what held before: each image has one input of its own, and is clipped as such."""
+        """Returns `before`: each image is in one input alone. See `TrainingDefense.guarantee`."""
         return before
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns the effect of one view in the place of an image."""
+        """Returns an Effect whose `batch` replaces each image by one of the policies' views."""
         # Policies may share views, of which an attacker has to try each only once.
         views = dict.fromkeys(view for policy in self._views() for view in policy)
         return Effect(batch=(Augmentation(views=tuple(views), copies=False),))

@@ -23,8 +23,8 @@ _NOTHING_LEFT = 1e-6
 class Censor(TrainingDefense):
     """Replaces each tensor of a step's gradient by a random one, orthogonal to it and as long.
 
-    Of several such directions, the step takes the one after which the batch's loss is least. A
-    tensor of one entry has no orthogonal direction, and becomes zero.
+    Several are drawn, and the step takes those after which the batch's loss is least. A tensor of
+    one entry has no orthogonal direction, and becomes zero.
     """
 
     paper: ClassVar[str] = (
@@ -36,13 +36,13 @@ class Censor(TrainingDefense):
     trials: Annotated[int, Field(ge=1, le=10_000)] = 20
     """Number of directions that are drawn."""
     step_size: Annotated[float, Field(gt=0)] = 1e-4
-    """Size of the step after which losses are compared."""
+    """Learning rate of the trial step after which losses are compared."""
     falls_back: bool = False
     """Whether the gradient itself is released where no direction makes the loss less, as the
     authors' code does."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns a function that draws directions and takes the best."""
+        """Returns the function that draws and chooses, see `TrainingDefense.gradient`."""
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
@@ -67,16 +67,16 @@ class Censor(TrainingDefense):
         return direction
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns no guarantee: norms and the orthogonal space are functions of the images."""
+        """Returns no mechanism and no bound: the norms that stay depend on the images."""
         return Guarantee(reason="censor keeps norms and the orthogonal space of the gradient")
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns the effect of a random direction, orthogonal where it is one step's."""
+        """Returns a `mixed` Effect, `orthogonal` after one step and without `falls_back`."""
         return Effect(mixed=True, orthogonal=training.steps == 1 and not self.falls_back)
 
 
 def draw_orthogonal(gradient: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-    """Draws tensors as long as those of `gradient`, each uniform among those orthogonal to it."""
+    """Draws tensors like those of `gradient`, as long, uniform among those orthogonal to it."""
     drawn = {}
     for name, random in standard_normal(gradient, rng).items():
         # In float64: rounding in float32 would leave more of what lies along the gradient.

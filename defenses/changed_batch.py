@@ -14,10 +14,10 @@ from fedsim.types import Effect, FedsimError, InputSpec, LocalTraining, Tensors
 
 
 class BatchDefense(TrainingDefense):
-    """Lets each local step take the gradient of a changed batch, with soft labels.
+    """Lets each local step take the gradient of a changed batch, with probabilities as labels.
 
-    Truth stays the client's own images. A defense behind it that computes the step from the loss
-    itself, as `dp_sgd` does, gets the batch unchanged: put that one first.
+    The truth stays the client's own images. A defense behind it that computes the step from the
+    loss itself, as `dp_sgd` does, gets the batch unchanged: put that one first.
     """
 
     @abstractmethod
@@ -35,10 +35,10 @@ class BatchDefense(TrainingDefense):
 
     @abstractmethod
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns the change of the batch that `change` makes."""
+        """Returns an Effect whose `batch` describes what `change` does."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns a function for the mean direction over the changed batch; FedsimError of rows."""
+        """Returns the function of the changed batch's direction; it raises FedsimError on rows."""
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
@@ -62,7 +62,7 @@ class BatchDefense(TrainingDefense):
         return direction
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns what held before, but no mechanism: an image is in several inputs' gradients."""
+        """Returns `before`; no mechanism if it has one, as inputs share an image."""
         if before.mechanism:
             return Guarantee(reason="an example's image is in several inputs that are clipped")
         return before

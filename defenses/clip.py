@@ -36,12 +36,12 @@ class Clip(UpdateDefense):
     }
 
     norm: Annotated[float, Field(ge=1e-12, le=1e12)]
-    """The bound S, in the update's units (a gradient's, or weights' under fedavg)."""
+    """Bound on ||g||, in the update's units (a gradient's, or weights' under fedavg)."""
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update scaled down to the bound, unchanged if it is within; and `state`."""
+        """Returns the update, scaled down if it exceeds the bound, and `state`."""
         norm = float(global_norm(update))
         if norm <= self.norm:
             return update, state
@@ -50,11 +50,11 @@ class Clip(UpdateDefense):
         return self._shorten(update, norm), state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns what held before, with a sensitivity of at most `norm`."""
+        """Returns `before` with a sensitivity of at most `norm`."""
         return before.bounded(self.norm)
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns the effect of a scaling by a factor that differs by client."""
+        """Returns an Effect that is `scaled`, with `bound` `norm`."""
         return Effect(scaled=True, bound=self.norm)
 
     def _shorten(self, update: Tensors, norm: float) -> Tensors:

@@ -51,7 +51,7 @@ class CorrelatedNoise(StatefulTrainingDefense):
     """λ: share of the last step's noise that is taken back."""
 
     def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
-        """Returns a function for the noisy mean; it keeps z_(t-1) / z in `memory`, by parameter."""
+        """Returns the function of the noisy mean; `memory` keeps z_t / z, unless λ or z is 0."""
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
@@ -72,10 +72,10 @@ class CorrelatedNoise(StatefulTrainingDefense):
         return direction
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns the mechanism of correlated Gaussian noise over all of a client's steps."""
+        """Returns the mechanism of all of a client's steps; none if `noise_multiplier` is 0."""
         return noisy_steps("correlated_noise", self.noise_multiplier, training, self.correlation)
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns the effect of noise on each step, and of a clipping factor for each example."""
+        """Returns an Effect of `scaled_examples`, and of noise on each step unless that is 0."""
         std = self.noise_multiplier * self.norm / training.batch_size
         return noise_on_steps(std, self.correlation)

@@ -29,8 +29,8 @@ class DPFTRL(NoisyAggregation):
     divisor is how many clients are asked, whoever answers, and every client counts the same. All
     that a client has is hidden from whoever sees the aggregates, but not from the server that adds
     the noise. The ledger accounts all rounds as one release
-    (`fedsim.privacy.composition.correlated`), of the client whose rounds
-    reach the farthest. At λ = 0 it is DP-FedAvg.
+    (`fedsim.privacy.composition.correlated`), of the client whose rounds reach the farthest. At λ =
+    0 it is DP-FedAvg.
     """
 
     averages: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class DPFTRL(NoisyAggregation):
     """λ: share of the last round's noise that is taken back."""
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the sum of the updates' tensors and the mean of their buffers."""
+        """Returns the sum of tensors and mean of buffers. See `AggregationDefense.combine`."""
         return sum_updates(updates, "dp_ftrl")
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
@@ -68,7 +68,7 @@ class DPFTRL(NoisyAggregation):
         return replace(combined, tensors={n: value / round.clients for n, value in tensors.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the server's mechanism, or an earlier one; FedsimError of unbounded updates."""
+        """Returns the server's mechanism unless `before` has one; FedsimError without a bound."""
         if self.noise_multiplier == 0:
             return before.unproven("dp_ftrl adds no noise: its noise_multiplier is 0")
         if math.isinf(before.sensitivity):
@@ -90,7 +90,7 @@ class DPFTRL(NoisyAggregation):
         )
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns the server's noise on the sum."""
+        """Returns an Effect of noise on the sum; an empty one if `noise_multiplier` is 0."""
         if self.noise_multiplier == 0:
             return Effect()
         variance = (self.noise_multiplier * before.sensitivity) ** 2

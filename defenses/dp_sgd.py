@@ -28,8 +28,8 @@ class DPSGD(TrainingDefense):
     noise alone). An example whose gradient is not finite counts as zero. It replaces the gradient
     of training defenses before it. One example is hidden, against any other in its place or, where
     batches are drawn by `poisson` or `balls_in_bins`, against none; how often it is released
-    follows from the local training. Local steps on
-    the `same` batch are accounted without amplification by sampling.
+    follows from the local training. Local steps on the `same` batch are accounted without
+    amplification by sampling.
 
     Examples must not see each other: batch norm in train mode is refused.
     """
@@ -73,15 +73,15 @@ class DPSGD(TrainingDefense):
 
     @property
     def target(self) -> AskedEpsilon | None:
-        """The ε that noise has to be found for; None where the noise is given."""
+        """The `epsilon` that noise has to be found for; None if only the noise is given."""
         return AskedEpsilon(epsilon=self.epsilon, delta=self.delta) if self.epsilon else None
 
     def with_noise(self, multiplier: float) -> DPSGD:
-        """Returns a copy of this defense with that noise multiplier, and the same `target`."""
+        """Returns a copy with `multiplier` as `noise_multiplier`, and the same `target`."""
         return self.model_copy(update={"noise_multiplier": multiplier})
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns a function for the noisy mean of clipped gradients; FedsimError without a z."""
+        """Returns the function of the noisy mean; FedsimError if the noise is not found yet."""
         multiplier = self.noise_multiplier
         if multiplier is None:
             raise FedsimError(
@@ -99,11 +99,11 @@ class DPSGD(TrainingDefense):
         return direction
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns a Gaussian mechanism for each local step, however a step uses its gradient."""
+        """Returns a Gaussian mechanism for each local step; none if `noise_multiplier` is 0."""
         return noisy_steps("dp_sgd", self._noise, training)
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns the effect of noise on each step, and of a clipping factor for each example."""
+        """Returns an Effect of `scaled_examples`, and of noise on each step unless that is 0."""
         std = self._noise * self.norm / training.batch_size
         return noise_on_steps(std)
 

@@ -14,7 +14,7 @@ from fedsim.types import Effect, LocalTraining
 
 @final
 class Dropout(TrainingDefense):
-    """Drops each hidden neuron of the head with probability `rate` in every local step."""
+    """Drops each hidden neuron of the model's head with probability `rate` in every local step."""
 
     paper: ClassVar[str] = (
         "Srivastava et al., Dropout, JMLR 2014; as a defense: Zheng, Dropout against Deep Leakage "
@@ -25,13 +25,13 @@ class Dropout(TrainingDefense):
     """Probability that a neuron is dropped; the others are scaled by 1 / (1 - rate)."""
 
     def training(self, declared: LocalTraining) -> LocalTraining:
-        """Returns `declared` with this defense's dropout rate."""
+        """Returns `declared` with `rate` as its `dropout`."""
         return replace(declared, dropout=self.rate)
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns what held before: dropout proves nothing and takes nothing away."""
+        """Returns `before`: dropout proves nothing and takes nothing away."""
         return before
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns an empty effect: `training` already declares the dropout."""
+        """Returns an empty Effect: `training` already declares the dropout."""
         return Effect()

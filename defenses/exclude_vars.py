@@ -29,8 +29,8 @@ def _compile(pattern: list[str] | str) -> list[str] | str:
 class ExcludeVars(UpdateDefense):
     """Sends zeros in place of the tensors of some names; the server's copy of them never moves.
 
-    NVFlare leaves the tensors out of the message, which tells a server as much. In the
-    other tensors all entries stay, finite or not.
+    NVFlare leaves the tensors out of the message, which tells a server as much. All other tensors
+    stay as they are, finite or not.
     """
 
     paper: ClassVar[str] = "NVFlare 2.9.0, nvflare.app_common.filters.ExcludeVars"
@@ -40,22 +40,23 @@ class ExcludeVars(UpdateDefense):
     }
 
     exclude_vars: Annotated[list[str] | str, AfterValidator(_compile)]
-    """Names of tensors, whole; or one regular expression, which is searched for in each name."""
+    """Names of tensors, whole; or one regular expression, which is searched for in each name.
+    Neither may be empty."""
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with zeros in the excluded tensors, and `state` unchanged."""
+        """Returns the update with zeros in the excluded tensors, and `state`."""
         return {
             n: torch.zeros_like(t) if self._excludes(n) else t for n, t in update.items()
         }, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns what held before: zeroing entries lengthens no update."""
+        """Returns `before`: zeroing entries lengthens no update."""
         return before
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns the effect of entries that are set to zero by their tensors' names alone."""
+        """Returns an Effect whose `removed` is `others`: zeros by a rule other than magnitude."""
         return Effect(removed="others")
 
     def _excludes(self, name: str) -> bool:

@@ -18,14 +18,14 @@ _Scale = Annotated[float, Field(ge=0, le=1e12)]
 
 @final
 class GaussianNoise(UpdateDefense):
-    """Adds N(0, s^2) to every entry: s is `std`, or `multiplier` times the sensitivity.
+    """Adds N(0, s²) to every entry, where s is `std`, or `multiplier` times the L2 bound S.
 
-    Or it is the least s that makes one release (ε, δ)-private: the analytic Gaussian mechanism. The
-    ledger composes the releases of all rounds.
+    With `epsilon` and `delta`, s is the least that makes one release (ε, δ)-private: the analytic
+    Gaussian mechanism. Exactly one of these three is given. The ledger composes all rounds.
 
-    After a defense that bounds the update's norm by S it is the Gaussian mechanism on what a client
-    releases: all of the client's data are hidden, against a client that releases zero plus noise,
-    with noise multiplier s / S. A non-finite entry stays non-finite.
+    Behind a defense that bounds the update's norm by S it is the Gaussian mechanism of a client's
+    release. All of the client's data are hidden, against a client that releases zero plus noise.
+    The noise multiplier is s / S. A non-finite entry stays non-finite.
     """
 
     paper: ClassVar[str] = (
@@ -40,7 +40,7 @@ class GaussianNoise(UpdateDefense):
     """Standard deviation over the L2 bound that the defenses before this one prove; without one,
     methods raise a FedsimError."""
     epsilon: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """ε of one release, from which the multiplier follows."""
+    """ε of one release, from which the multiplier follows; it needs a bound, too."""
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """δ of `epsilon`."""
 
@@ -54,17 +54,17 @@ class GaussianNoise(UpdateDefense):
         return self
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Returns {`std`}, the deviation of the noise as a 0-d float64."""
+        """Returns {`std`: standard deviation, 0-d float64}; FedsimError if that lacks a bound."""
         return {"std": torch.tensor(self._std(sensitivity), dtype=torch.float64)}
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with noise of the deviation in `state`; bit for bit as it is for 0."""
+        """Returns the update with noise of deviation `state["std"]`, and `state`."""
         return add_gaussian(update, float(state["std"]), rng), state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the Gaussian mechanism, if the update is bounded and no mechanism came before."""
+        """Returns a Gaussian mechanism if `before` has a bound and none yet; errors as `init`."""
         std = self._std(before.sensitivity, before.reason)
         if std == 0:
             return before
@@ -80,12 +80,12 @@ class GaussianNoise(UpdateDefense):
         )
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns the effect of noise on the update; an empty one if its deviation is 0."""
+        """Returns an Effect of noise on the update, empty for `std` 0; FedsimError as `init`."""
         std = self._std(before.sensitivity, before.reason)
         return Effect(noise=(Noise(variance=std**2, on="update"),) if std else ())
 
     def public_parameters(self, before: Guarantee) -> dict[str, float]:
-        """Returns `std`, either as declared or as computed from a multiplier or an ε."""
+        """Returns {`std`: standard deviation in use}; FedsimError as `init`."""
         return {"std": self._std(before.sensitivity, before.reason)}
 
     def _std(self, sensitivity: float, reason: str = "") -> float:

@@ -37,6 +37,8 @@ class GaussianSampling(StatisticDefense):
     the claim holds whatever the data are: it acts as a ridge of γ in the regression, on top of the
     learner's. `least_eigenvalue` assumes one instead, as the paper does. The claim is then
     *relative*, for it holds among such databases alone.
+
+    Exactly one of these two is given, and either `samples` or `epsilon` with `delta`.
     """
 
     paper: ClassVar[str] = (
@@ -73,11 +75,11 @@ class GaussianSampling(StatisticDefense):
 
     @property
     def assumes(self) -> bool:
-        """Whether a least eigenvalue is assumed."""
+        """Whether `least_eigenvalue` is given: the claim then holds of data that pass `check`."""
         return self.least_eigenvalue is not None
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses, by a FedsimError, K (n, n) with an eigenvalue below the assumed least."""
+        """Refuses, by a FedsimError, `value` (n, n) with an eigenvalue below one assumed."""
         if self.least_eigenvalue is None or not len(value):
             return
         eigenvalues = torch.linalg.eigvalsh(value)
@@ -94,7 +96,7 @@ class GaussianSampling(StatisticDefense):
             )
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """Returns K̃ (n, n) drawn for the kernel matrix `value` K (n, n), positive semidefinite."""
+        """Returns K̃ (n, n) drawn for the kernel matrix `value`; FedsimError as `guarantee`."""
         lifted = value + (self.lift or 0.0) * torch.eye(len(value), dtype=value.dtype)
         samples = self.guarantee(release).samples
         return sampled_covariance(square_root(lifted), samples, rng)
@@ -126,7 +128,7 @@ class GaussianSampling(StatisticDefense):
         )
 
     def public_parameters(self, release: Release) -> dict[str, float]:
-        """Returns the number of draws as `samples`, and γ as `lift`, 0 where there is none."""
+        """Returns {`samples`: number of draws, `lift`: γ or 0}; FedsimError as `guarantee`."""
         return {"samples": self.guarantee(release).samples, "lift": self.lift or 0.0}
 
 
@@ -142,9 +144,9 @@ def square_root(gram: Tensor) -> Tensor:
 
 
 def sampled_covariance(root: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Draws (n, n) K̃ = (1/k) Σ g g' of k = `count` draws g of N(0, K), where K = root root'.
+    """Draws K̃ (n, n) = (1/k) Σ g g' of k = `count` draws g of N(0, K), where K = root root'.
 
-    A `count` of 0 gives zeros. Source: Algorithm 1 of DP-NTK regression.
+    `root` is (n, m). A `count` of 0 gives zeros. Source: that of `GaussianSampling`.
     """
     inner = torch.zeros(root.shape[1], root.shape[1], dtype=root.dtype)
     for start in range(0, count, _CHUNK):

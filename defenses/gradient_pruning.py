@@ -36,7 +36,7 @@ class GradientPruning(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with zeros for its smallest entries; the others stay bit for bit."""
+        """Returns the update with zeros for its smallest entries, and `state`."""
         if self.scope == "global":
             return self._prune(update), state
         return {
@@ -44,11 +44,11 @@ class GradientPruning(UpdateDefense):
         }, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns what held before: zeroing entries lengthens no update."""
+        """Returns `before`: zeroing entries lengthens no update."""
         return before
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns the effect of setting the smallest entries to zero."""
+        """Returns an Effect with `removed`: `smallest`, or `smallest_of_tensor` by `scope`."""
         return Effect(removed="smallest" if self.scope == "global" else "smallest_of_tensor")
 
     def _prune(self, update: Tensors) -> Tensors:
@@ -59,7 +59,7 @@ class GradientPruning(UpdateDefense):
 
 
 def share(ratio: float, total: int) -> Fraction:
-    """Returns `ratio` of `total`, exact in the decimal that the user wrote, and not rounded.
+    """Returns `ratio` times `total`, exact in the decimal that the user wrote, and not rounded.
 
     >>> int(0.29 * 100), int(share(0.29, 100))
     (28, 29)
@@ -68,10 +68,10 @@ def share(ratio: float, total: int) -> Fraction:
 
 
 def largest(update: Tensors, count: int) -> dict[str, Tensor]:
-    """Returns boolean masks of the `count` entries of largest magnitude over all tensors together.
+    """Returns by name boolean masks of the `count` entries of largest magnitude in all of `update`.
 
-    Of equal magnitudes the first in order of position counts as the larger; entries that are not
-    finite count as the largest of all.
+    `count` is from 0 to the number of entries. Of equal magnitudes the first in order of position
+    counts as the larger; entries that are not finite count as the largest of all.
     """
     total = sum(tensor.numel() for tensor in update.values())
     if count in (0, total):

@@ -20,11 +20,11 @@ _ROOM = 1.25
 
 @final
 class InstaHide(BatchDefense):
-    """Trains on means of `images` of a batch's images, each entry with a random sign.
+    """Trains on weighted means of `images` of a batch's images, each entry with a random sign.
 
-    The coefficients are magnitudes of normal draws over their sum, drawn again where one exceeds
-    `largest`. Inputs are encoded anew in each step. This is "inside" InstaHide, whose images are
-    all private, as in the authors' code `train_inside.py`; it mixes within a batch.
+    The weights are magnitudes of normal draws over their sum, drawn again where one exceeds
+    `largest`. Inputs are made anew in each step. This is "inside" InstaHide, whose images are all
+    private, as in the authors' code `train_inside.py`; it mixes within a batch.
     """
 
     paper: ClassVar[str] = (
@@ -35,7 +35,7 @@ class InstaHide(BatchDefense):
     images: Annotated[int, Field(ge=1, le=64)] = 4
     """k, the number of images in a mean."""
     largest: Annotated[float, Field(gt=0, le=1)] = 0.65
-    """Upper bound on a coefficient; unused if there is one image."""
+    """Upper bound on a weight, at least 1.25 / `images`; unused if there is one image."""
 
     @model_validator(mode="after")
     def _leave_room(self) -> Self:
@@ -49,10 +49,7 @@ class InstaHide(BatchDefense):
     def change(
         self, images: Tensor, labels: Tensor, spec: InputSpec, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Returns means (B, C, H, W) of normalized images with random signs, and of labels (B, K).
-
-        Arguments are those of `BatchDefense.change`.
-        """
+        """Returns signed means of images, and means of labels. See `BatchDefense.change`."""
         count = len(images)
         weights = self._draw_weights(count, rng)
         # Each image is the first of one mean, so that none is left out of training.
@@ -63,7 +60,7 @@ class InstaHide(BatchDefense):
         return flipped * mix(images, weights, chosen), mix(labels, weights, chosen)
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns the effect of a mean of several images, with signs."""
+        """Returns an Effect whose `batch` is a mean of `images` images, with signs."""
         return Effect(batch=(Mixture(images=self.images, signs=True),))
 
     def _draw_weights(self, count: int, rng: torch.Generator) -> Tensor:

@@ -63,11 +63,11 @@ class LeastSquaresMechanism(DataDefense):
 
     @property
     def assumes(self) -> bool:
-        """Whether a leverage or a residual below 1 is declared."""
+        """Whether a leverage or a residual below 1 is declared. See `DataDefense.assumes`."""
         return min(self.leverage, self.residual) < 1
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuses, by a FedsimError, rows [B, b] (n, d + 1) that exceed what is declared."""
+        """Refuses, by a FedsimError, rows (n, d + 1) that exceed `leverage` or `residual`."""
         for client, rows in clients.items():
             of, leverage = f"client {client}", largest_leverage(rows)
             require("least_squares.leverage", self.leverage, leverage, rows, of)
@@ -100,7 +100,7 @@ class LeastSquaresMechanism(DataDefense):
         return release.row_norm * _paper_sigma(self.epsilon, self.delta, r, d)
 
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns the mechanism at a row's largest leverage beside σ; it raises as `sigma` does."""
+        """Returns the mechanism at the largest leverage that a row keeps; errors as `sigma`."""
         # The claim follows from the σ in use, so that `paper` noise is stated for what it gives.
         sigma = self.sigma(release)
         leverage = bound(sigma, release.row_norm, self.leverage)

@@ -31,9 +31,9 @@ class LocalAggregation(TrainingDefense):
         return replace(declared, algorithm="fedavg", steps=self.steps, batches=self.batches)
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns what held before: summing steps proves nothing and takes nothing away."""
+        """Returns `before`: summing steps proves nothing and takes nothing away."""
         return before
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns an empty effect: `training` already declares the steps."""
+        """Returns an empty Effect: `training` already declares the steps."""
         return Effect()

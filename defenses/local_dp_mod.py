@@ -44,43 +44,43 @@ class LocalDpMod(UpdateDefense):
     clipping_norm: Annotated[float, Field(ge=1e-12, le=1e12)]
     """L2 bound on the update."""
     sensitivity: Annotated[float, Field(gt=0, le=1e12)]
-    """Sensitivity as its user declares it."""
+    """Sensitivity that the user declares, in the update's units."""
     epsilon: Annotated[float, Field(gt=0, le=1e6)]
-    """ε of a round as its user declares it."""
+    """ε of one round that the user declares."""
     delta: Annotated[float, Field(gt=0, lt=1)]
     """δ of `epsilon`."""
 
     @property
     def claimed_epsilon(self) -> float:
-        """The parameter ε, which Flower claims for one round."""
+        """The parameter `epsilon`, which Flower claims for one round."""
         return self.epsilon
 
     @property
     def std(self) -> float:
-        """Standard deviation of the noise."""
+        """Standard deviation s of the noise on an entry, in the update's units."""
         return self.sensitivity * math.sqrt(2 * math.log(1.25 / self.delta)) / self.epsilon
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the clipped update with noise, and `state` unchanged."""
+        """Returns the clipped update with noise, and `state`."""
         clipped, _ = self._clip.apply(update, {}, rng)
         passed = {name: tensor for name, tensor in update.items() if not tensor.ndim}
         return {**add_gaussian(clipped, self.std, rng), **passed}, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the Gaussian mechanism of clipping and noise, unless a mechanism came before."""
+        """Returns a Gaussian mechanism unless `before` has one, lacks shapes, or has a shape ()."""
         if before.shapes is None or not all(before.shapes):
             return before.unproven("local_dp_mod passes a tensor that is a single number as it is")
         return self._noise.guarantee(self._clip.guarantee(before))
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns a scaling by a factor of the client's own, then noise."""
+        """Returns an Effect that is `scaled`, with a `bound` and noise on the update."""
         clipped = self._clip.guarantee(before)
         return self._clip.effect(before).then(self._noise.effect(clipped))
 
     def public_parameters(self, before: Guarantee) -> dict[str, float]:
-        """Returns `std`, the deviation of the noise, which attacks may know."""
+        """Returns {`std`: standard deviation of the noise}."""
         return {"std": self.std}
 
     @property

@@ -32,7 +32,7 @@ class MixUp(BatchDefense):
     def change(
         self, images: Tensor, labels: Tensor, spec: InputSpec, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Mixes images and labels with those of a random permutation."""
+        """Returns means (B, C, H, W) of two images, and of labels. See `BatchDefense.change`."""
         # Imported here: it takes long, and only a step needs it.
         from scipy.special import betaincinv
 
@@ -43,19 +43,19 @@ class MixUp(BatchDefense):
         return mix(images, weights, partners), mix(labels, weights, partners)
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns the effect of a mean of two images."""
+        """Returns an Effect whose `batch` is a mean of two images."""
         return Effect(batch=(Mixture(images=2),))
 
 
 def permutation(count: int, rng: torch.Generator) -> Tensor:
-    """Returns the numbers from 0 to `count` - 1 in random order, (`count`,) int64."""
+    """Returns the numbers from 0 to `count` - 1 in random order, (`count`,) int64, by `rng`."""
     return uniform((count,), rng).argsort()
 
 
 def mix(values: Tensor, weights: Tensor, partners: Tensor) -> Tensor:
-    """Returns for each place the weighted mean of the `values` (B, ...) at its `partners` (B, k).
+    """Returns weighted means (B, ...) of `values` (B, ...): the i-th is of those at `partners[i]`.
 
-    Rows of `weights` (B, k) sum to 1.
+    `partners` (B, k) are numbers from 0, and rows of `weights` (B, k) sum to 1.
     """
     # One weight for all entries of an image.
     spread = weights.to(values)[(..., *[None] * (values.ndim - 1))]

@@ -18,9 +18,9 @@ Slope = Annotated[float, Field(ge=-4, le=4)]
 
 @final
 class Oasis(BatchDefense):
-    """Adds to each image its views, with its label: the gradient is the mean over all of them.
+    """Adds changed copies of each image to the batch, with its label: the gradient is their mean.
 
-    Gradients of an image and of its views are then seen as a sum only. By default views are those
+    Gradients of an image and of its copies are then seen as a sum only. By default copies are those
     of the paper's major rotation with shearing; the size of the shear is ours.
     """
 
@@ -32,21 +32,21 @@ class Oasis(BatchDefense):
     rotations: Annotated[tuple[Degrees, ...], Field(max_length=16)] = (90.0, 180.0, 270.0)
     """Angles of the rotated copies in degrees."""
     shears: Annotated[tuple[Slope, ...], Field(max_length=16)] = (0.5,)
-    """Slopes of the sheared copies: columns for each row."""
+    """Slopes of the sheared copies: columns by which a row is shifted against the next."""
     flips: bool = False
     """Whether there are two more copies, mirrored from left to right and from top to bottom."""
 
     def change(
         self, images: Tensor, labels: Tensor, spec: InputSpec, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Returns all images, then all of their first view, and so on; nothing is drawn."""
+        """Returns the images, then copy by copy, and labels (M, K). See `BatchDefense.change`."""
         views = self._views()
         inputs = torch.cat([apply_view(images, view, spec) for view in views])
         # Inputs are ordered by view, each of which has the labels of the whole batch.
         return inputs, labels.repeat(len(views), 1)
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns the effect of all views in the place of an image."""
+        """Returns an Effect whose `batch` adds the copies of each image."""
         return Effect(batch=(Augmentation(views=self._views(), copies=True),))
 
     def _views(self) -> tuple[tuple[ImageChange, ...], ...]:

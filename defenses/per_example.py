@@ -50,7 +50,7 @@ def clipped_mean(
 
 
 def in_types_of(parameters: Tensors, noisy: Tensors) -> dict[str, Tensor]:
-    """Converts each tensor of `noisy` to the type of the parameter of the same name."""
+    """Returns the tensors of `noisy`, each in the type of the parameter of the same name."""
     return {name: value.to(parameters[name].dtype) for name, value in noisy.items()}
 
 
@@ -60,7 +60,7 @@ def noisy_steps(
     """Returns what Gaussian noise on every step's sum of clipped gradients proves.
 
     Args:
-        defense: name, for the reason where there is no noise.
+        defense: name, for the reason where there is no noise, and so no mechanism.
         noise_multiplier: standard deviation of the noise over the clipping norm.
         training: local training after the stack's training defenses.
         correlation: share, in [0, 1), of the last step's noise that is subtracted.
@@ -71,7 +71,7 @@ def noisy_steps(
 
 
 def noise_on_steps(std: float, correlation: float = 0.0) -> Effect:
-    """Returns the effect of clipping, and of noise (`std`, λ being `correlation`), on steps."""
+    """Returns the Effect of clipped examples and of noise (`std`, `correlation` λ) on each step."""
     noise = Noise(variance=std**2, on="step", correlation=correlation)
     return Effect(scaled_examples=True, noise=(noise,) if noise.variance else ())
 

@@ -40,7 +40,7 @@ class PercentilePrivacy(UpdateDefense):
     }
 
     percentile: Annotated[float, Field(ge=0, le=100)] = 10.0
-    """Percentage of the entries below the cutoff."""
+    """Percentage of the entries, from 0 to 100, that are below the cutoff."""
     gamma: Annotated[float, Field(gt=0, le=1e12)] = 0.01
     """Largest magnitude that an entry keeps, in the update's units, per step."""
     steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 1
@@ -49,7 +49,7 @@ class PercentilePrivacy(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with its small entries zeroed and its large ones truncated."""
+        """Returns the update with small entries zeroed and large ones cut, and `state`."""
         if not update:
             return update, state
         flat = [tensor.detach().cpu().flatten().float() / self.steps for tensor in update.values()]
@@ -58,7 +58,7 @@ class PercentilePrivacy(UpdateDefense):
         return {n: self._filter(t, cutoff) if t.ndim else t for n, t in update.items()}, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns `before`, with the L2 bound of the cut entries where their number is known."""
+        """Returns `before`, with the L2 bound of the cut entries if their number is known."""
         if before.shapes is None or not all(before.shapes):
             return before
         # A margin of rounding, since sums of squares are rounded in another order elsewhere.
@@ -66,7 +66,7 @@ class PercentilePrivacy(UpdateDefense):
         return before.bounded(longest * (1 + 1e-6))
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns the effect of zeroing the smallest entries and truncating the largest ones."""
+        """Returns an Effect that is `truncated`, with `removed` unless `percentile` is 0."""
         removed = Effect(removed="smallest" if self.percentile else None)
         return replace(removed, truncated=self.gamma * self.steps)
 

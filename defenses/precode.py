@@ -18,8 +18,8 @@ class Precode(ModelDefense):
     """Puts a variational bottleneck between the body and the classifier.
 
     An encoder gives each image's normal distribution N(μ, diag(σ²)), of which one draw is decoded
-    to features. The loss grows by `weight` times the divergence from N(0, I). Evaluation takes μ
-    in place of a draw; the authors draw there, too. They also count the divergence in bits, so that
+    to features. The loss grows by `weight` times the divergence from N(0, I). Evaluation takes μ in
+    place of a draw; the authors draw there, too. They also count the divergence in bits, so that
     their weight of 0.001 is 0.00144 here.
     """
 
@@ -31,14 +31,14 @@ class Precode(ModelDefense):
     size: Annotated[int, Field(gt=0, le=1 << 16)] = 256
     """Dimensions of what is drawn."""
     weight: Annotated[float, Field(ge=0, le=1e6)] = 0.001
-    """Factor of the divergence in the loss."""
+    """Factor in the loss of the divergence, in nats, averaged over the batch."""
 
     def wrap(self, body: nn.Module, head: nn.Module, features: int) -> tuple[nn.Module, nn.Module]:
-        """Returns the body with the bottleneck behind it, and the head as it is."""
+        """Returns the body with the bottleneck behind it, and the head. See `ModelDefense.wrap`."""
         return nn.Sequential(body, _VariationalBottleneck(features, self.size, self.weight)), head
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns the effect of features that are drawn anew in each step of training."""
+        """Returns an Effect that is `drawn` if `training` has mode `train`, else an empty one."""
         return Effect(drawn=training.mode == "train")
 
 
@@ -69,7 +69,7 @@ class _VariationalBottleneck(LossTerm):
 
 
 def divergence(mean: Tensor, deviation: Tensor) -> Tensor:
-    """Computes (B,) divergences of N(μ, diag(σ²)), μ and σ (B, k), from N(0, I) in nats."""
+    """Computes KL divergences (B,), in nats, of N(μ, diag(σ²)) from N(0, I); μ and σ are (B, k)."""
     # A deviation that softplus underflows to 0 would give a logarithm of -∞.
     log = deviation.clamp_min(torch.finfo(deviation.dtype).tiny).log()
     return (mean.square() + deviation.square() - 2 * log - 1).sum(1) / 2

@@ -36,15 +36,15 @@ class Quantization(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with each tensor rounded to its own grid, and `state` unchanged."""
+        """Returns the update with each tensor rounded to its own grid, and `state`."""
         return {name: self._quantize(tensor, rng) for name, tensor in update.items()}, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns a guarantee without a bound on the update: rounding up may lengthen it."""
+        """Returns `before` without a bound on the update: rounding up may lengthen it."""
         return before.unproven("quantization may round the update up beyond its bound")
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns the effect of rounding entries to a grid in each tensor."""
+        """Returns an Effect that is `rounded`."""
         return Effect(rounded=True)
 
     def _quantize(self, tensor: Tensor, rng: torch.Generator) -> Tensor:

@@ -55,12 +55,12 @@ class RandomProjection(DataDefense):
 
     @property
     def least_clients(self) -> int:
-        """The fewest clients whose sketches may be combined: all that share the noise."""
+        """Number of clients whose sketches have to be combined: `shared_among`."""
         return self.shared_among
 
     @property
     def assumes(self) -> bool:
-        """Whether a leverage below 1 is declared."""
+        """Whether a leverage below 1 is declared. See `DataDefense.assumes`."""
         return self.leverage < 1
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
@@ -75,11 +75,14 @@ class RandomProjection(DataDefense):
             require("random_projection.leverage", self.leverage, largest_leverage(rows), rows, of)
 
     def sigma(self, release: Release) -> float:
-        """Returns σ of a client's noise, in units of rows, or 0; a FedsimError without a sketch."""
+        """Returns one client's σ in units of rows, or 0.
+
+        A FedsimError refuses releases that are no sketches, and what no σ makes private.
+        """
         return self._whole(release) / math.sqrt(self.shared_among)
 
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns the mechanism with one client's noise, and the pooled one of all who share it."""
+        """Returns the mechanism of a client's noise, `pooled` that of all; errors as `sigma`."""
         # Of a single client's rows nothing is known if the leverage is that in the union.
         own = 1.0 if self.shared_among > 1 else self.leverage
         alone = self._make_mechanism(release, self.sigma(release), own)
@@ -123,7 +126,7 @@ _ROUNDING = 1e-9
 
 
 def largest_leverage(rows: Tensor) -> float:
-    """Returns the largest leverage v'(D'D)^+ v of a row v of D (n, d); 0 without rows."""
+    """Returns the largest leverage v'(D'D)^+ v of a row v of D = `rows` (n, d); 0 without rows."""
     if not len(rows):
         return 0.0
     left, lengths, _ = torch.linalg.svd(rows, full_matrices=False)
@@ -133,10 +136,10 @@ def largest_leverage(rows: Tensor) -> float:
 
 
 def largest_residual(rows: Tensor) -> float:
-    """Returns the largest share e_i² / |e|² that a row of [B, b] (n, d + 1) has of the residuals.
+    """Returns the largest share of a row in the squared residuals of least squares; 0 without rows.
 
-    Residuals e are those of the least-squares fit of b by B. The share is 0 without rows, and 1 if
-    all residuals are lost in rounding.
+    `rows` [B, b] are (n, d + 1), and b is fitted by B. The share is 1 if all residuals are lost in
+    rounding.
     """
     if not len(rows):
         return 0.0
@@ -152,8 +155,8 @@ def require(key: str, declared: float, found: float, rows: Tensor, of: str) -> N
     """Refuses, by a FedsimError, rows that stand out more than is declared.
 
     Args:
-        key: parameter that declares it, such as `least_squares.leverage`.
-        declared: the largest that any row may have.
+        key: parameter that declares it, such as `least_squares.leverage`, for the message.
+        declared: the largest leverage, or share of residuals, that any row may have.
         found: the largest that one of these rows has.
         rows: (n, d), of which the message tells how many they are.
         of: whose rows they are, for the message.
@@ -169,13 +172,15 @@ def require(key: str, declared: float, found: float, rows: Tensor, of: str) -> N
 
 @cache
 def max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
-    """Returns the largest leverage at which a release is (ε, δ)-private.
+    """Returns the largest leverage, in [0, 1], at which a release is (ε, δ)-private.
+
+    A FedsimError refuses other arguments, and coefficients that need a leverage below 1e-50.
 
     Args:
         epsilon: above 0.
         delta: in (0, 1).
-        r: columns of the release.
-        d: features of coefficients by M_LS; None: the release is a sketch.
+        r: columns of the release, at least 1.
+        d: features of coefficients by M_LS (see `LeastSquaresMechanism`); None: it is a sketch.
     """
     if d is None:
         return float(projection.max_leverage(epsilon, delta, r))

@@ -22,15 +22,14 @@ _ROUNDING = 1e-9
 class SecureAggregation(MaskedAggregation):
     """Adds up masked vectors modulo 2^32 or 2^64; the server opens their sum and nothing else.
 
-    Each client clips entries to [-`range`, `range`] and multiplies them by its number of examples
-    over the most that a client can have (the sum of these is in the vector, too), rounds them
-    stochastically and adds masks: one of its own, and one in common with each neighbour. A sum
-    opens if `threshold` of the participants are in it and as many give their shares of what is
-    left of the masks; with fewer, nothing does, and the model stays as it was.
+    Each client clips entries to [-`range`, `range`] and weights them by its number of examples. It
+    rounds them stochastically and adds masks: one of its own, and one in common with each
+    neighbour. A sum opens if `threshold` of the participants are in it and as many help to remove
+    the masks. With fewer nothing opens, and the model stays as it was.
 
-    With a `noise_multiplier` z each client also adds noise, so that any sum that opens has noise of
-    at least z times the update's L2 bound, of clients that do not collude: nobody has to be trusted
-    with it. More clients in a sum mean more noise. Then every client counts the same.
+    With a `noise_multiplier` z each client also adds noise, and every client counts the same. Any
+    sum that opens then has noise of at least z times the update's L2 bound, by clients that do not
+    collude: nobody has to be trusted with it. More clients in a sum mean more noise.
 
     The server learns who takes part, how many examples there are in all, and the sum. What it can
     do beyond that if it does not keep to the protocol: docs/secure-aggregation.md.
@@ -48,14 +47,15 @@ class SecureAggregation(MaskedAggregation):
     range: Annotated[float, Field(gt=0, le=1e12)] | None = None
     """Bound on an entry of an update; default: the L2 bound that the defenses before prove."""
     buffer_range: Annotated[float, Field(gt=0, le=1e12)] | None = None
-    """Bound on an entry of batch-norm statistics; to be given where clients release such."""
+    """Bound on an entry of batch-norm statistics, required where clients release such; default:
+    none."""
     threshold: Annotated[float, Field(gt=0.5, le=1)] = 2 / 3
-    """Share of a round's participants without whom no sum opens."""
+    """Share of a round's participants without whom no sum opens; above (1 + `colluding`) / 2."""
     colluding: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of the participants that may tell the server their secrets and their noise."""
     noise_multiplier: Annotated[float, Field(ge=0, le=1e12)] = 0.0
-    """z: standard deviation of the noise of as few honest clients as a sum may have, over the bound
-    on an update."""
+    """z: standard deviation of the noise of as few honest clients as a sum may have, over the L2
+    bound on an update; 0: no noise."""
 
     @model_validator(mode="after")
     def _majority(self) -> SecureAggregation:
@@ -68,7 +68,10 @@ class SecureAggregation(MaskedAggregation):
         return self
 
     def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
-        """Returns the terms of a sum of up to `most_examples` each; FedsimError without a bound."""
+        """Returns the public terms of a sum of clients with up to `most_examples` examples each.
+
+        A FedsimError says that an update has no bound for its range, or for the noise.
+        """
         if self.range is None and math.isinf(before.sensitivity):
             raise FedsimError(
                 "secure_aggregation: nothing bounds an update's entries, which have to be of a "
@@ -95,14 +98,14 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the mean of the clipped updates, weighted by examples; with noise, their sum."""
+        """Returns the weighted mean of clipped updates; with noise, the sum. See `Aggregate`."""
         clipped = self._clip_updates(updates)
         if self.noise_multiplier:
             return sum_updates(clipped, "secure_aggregation")
         return Aggregate().combine(clipped)
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
-        """Returns `combined` itself; with noise, the noisy sum over the number of clients asked."""
+        """Returns `combined` as it is or, with noise, the noisy sum over `round.clients`."""
         if not self.noise_multiplier:
             return combined
         std = self._noise_of_all(round.sensitivity)
@@ -110,7 +113,7 @@ class SecureAggregation(MaskedAggregation):
         return replace(combined, tensors={n: value / round.clients for n, value in noisy.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the mechanism of shared noise, else clients' own guarantee; errors as `terms`."""
+        """Returns the noise's mechanism, else as `Aggregate.guarantee`; FedsimError as `terms`."""
         self.terms(before, 1)
         if not self.noise_multiplier or before.mechanism:
             if before.pooled and self.colluding:
@@ -131,7 +134,7 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def seen_by_one_of(self, participants: int) -> SecureAggregation:
-        """Returns the defense with the noise that hides others from one of the participants."""
+        """Returns a copy with the noise that is left, see `AggregationDefense.seen_by_one_of`."""
         # The fewest clients in a sum that opens, less those whose shares are known: who colludes,
         # or the one, which may be one of those.
         honest = participants * self.threshold - max(1.0, participants * self.colluding)
@@ -140,7 +143,7 @@ class SecureAggregation(MaskedAggregation):
         return self.model_copy(update={"noise_multiplier": self.noise_multiplier * left**0.5})
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns the effect of noise on the sum; an empty one if clients add none."""
+        """Returns an Effect of noise on the sum; an empty one if clients add none."""
         if not self.noise_multiplier:
             return Effect()
         return Effect(

@@ -20,9 +20,9 @@ _LEAST_FEATURE = 0.1
 
 @final
 class Soteria(TrainingDefense):
-    """Zeroes the columns of the classifier's gradient whose features tell most of the images.
+    """Zeroes the columns of the head's first gradient that belong to the features chosen below.
 
-    Those are the features r with the least |∂r/∂x| / (r + 0.1), summed over the batch, where x is
+    Those are the features r with the least |∂r/∂x| / (|r| + 0.1), summed over the batch, where x is
     the image. The authors differentiate each feature; here all derivatives' norms are estimated at
     once, from the change of the features along random directions.
     """
@@ -33,15 +33,15 @@ class Soteria(TrainingDefense):
     )
 
     ratio: Annotated[float, Field(ge=0, lt=1)]
-    """Share of the features that are pruned."""
+    """Share of the features whose columns are zeroed."""
     directions: Annotated[int, Field(ge=1, le=10_000)] = 64
     """Number of random directions; the norms' relative error is about 1 over the root of twice
     that."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns a function for the direction with the classifier's pruned columns at zero.
+        """Returns the function of the pruned direction.
 
-        The function raises a FedsimError if the head begins with no linear layer.
+        It raises a FedsimError if the head begins with no linear layer.
         """
 
         def direction(
@@ -56,14 +56,14 @@ class Soteria(TrainingDefense):
         return direction
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns what held before, but no mechanism: which columns are zero depends on images."""
+        """Returns `before`; no mechanism if it has one, as images choose the columns."""
         if before.mechanism:
             # Zeros that images choose are no post-processing: behind noise they show the choice.
             return Guarantee(reason="soteria prunes by the images, behind the noise: use one alone")
         return before
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns the effect of entries that are zero by a rule other than their magnitude."""
+        """Returns an Effect with `removed` `others`, and `mixed` after several steps."""
         # Over several steps other columns are pruned in each, so that what is left is no gradient.
         return Effect(removed="others", mixed=training.steps > 1)
 

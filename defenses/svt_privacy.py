@@ -29,9 +29,10 @@ class SparseVectorRelease(ExactMechanism):
     each: float
     """ε of the noise on one selected entry."""
     count: int
+    """Number of entries that are released in a round."""
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Returns ε at `delta` of so many releases: the lesser of pure ε's sum and Rényi's."""
+        """Returns the lesser proven ε, by sum or by Rényi's bound. See `ExactMechanism.epsilon`."""
         from dp_accounting import LaplaceDpEvent
         from dp_accounting.rdp import RdpAccountant
 
@@ -77,13 +78,14 @@ class SvtPrivacy(UpdateDefense):
     gamma: Annotated[float, Field(gt=0, le=1e12)] = 1e-5
     """Largest magnitude of an entry, in the update's units, per step."""
     tau: Annotated[float, Field(ge=0, le=1e12)] = 1e-6
-    """Threshold of magnitudes, before noise."""
+    """Threshold of magnitudes, before noise, in the update's units, per step."""
     replace: bool = True
     """Whether accepted entries are drawn with replacement, so that fewer are released."""
     epsilon_threshold: Annotated[float, Field(gt=0)] | None = None
-    """Part of `epsilon` for the threshold; by default 1 to (2c)^(2/3), c entries being released."""
+    """Part of `epsilon` for the threshold, below it; by default 1 to (2c)^(2/3), c entries being
+    released."""
     epsilon_release: Annotated[float, Field(gt=0)] | None = None
-    """ε of the noise on all released entries together."""
+    """ε of the noise on all released entries together; default: `noise_var` for each."""
     steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 1
     """NVFlare's NUM_STEPS_CURRENT_ROUND; 1 where the client does not report it."""
 
@@ -95,13 +97,13 @@ class SvtPrivacy(UpdateDefense):
 
     @property
     def claimed_epsilon(self) -> float:
-        """The parameter ε, which NVFlare claims for one round."""
+        """The parameter `epsilon`, which NVFlare claims for one round."""
         return self.epsilon
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns up to `fraction` of entries, noisy, and else 0; FedsimError if too few pass."""
+        """Returns a noisy `fraction` of entries, else 0; and `state`. FedsimError: too few pass."""
         if not update:
             return update, state
         # In the order of the names, as NVFlare draws.
@@ -122,7 +124,7 @@ class SvtPrivacy(UpdateDefense):
         }, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns what comparisons and noise spend together, unless a mechanism came before."""
+        """Returns a SparseVectorRelease unless `before` has a mechanism, no shapes, or shape ()."""
         if before.mechanism or before.shapes is None or not all(before.shapes):
             return before.unproven(
                 "svt_privacy releases a tensor that is a single number without noise"
@@ -146,7 +148,7 @@ class SvtPrivacy(UpdateDefense):
         )
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns the effect of noise on the released entries, and of zeros in all others."""
+        """Returns a `truncated` Effect with noise and `removed`, or UNKNOWN without shapes."""
         if before.entries is None and self.epsilon_release is not None:
             return UNKNOWN  # the noise hangs on the number of entries that share the total ε
         scale = 2 * self.gamma / self._each(self._count(before.entries or 1))

@@ -31,13 +31,13 @@ class TopK(UpdateDefense):
     """Share of the entries that are sent."""
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Returns an empty memory: zeros, shaped and typed like the update."""
+        """Returns an empty memory by name: zeros, shaped and typed like `update`."""
         return {name: torch.zeros_like(tensor) for name, tensor in update.items()}
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update that is sent, and the new memory; their sum is update + memory."""
+        """Returns the update that is sent, and the new memory. See `UpdateDefense.apply`."""
         if not all_finite(update):
             return update, state
         # Sent and kept are the two parts of this very sum, so that nothing is lost to rounding.
@@ -48,9 +48,9 @@ class TopK(UpdateDefense):
         return sent, {name: tensor.masked_fill(send[name], 0) for name, tensor in owed.items()}
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns a guarantee without a bound on the update: the memory adds to it."""
+        """Returns `before` without a bound on the update: the memory adds to it."""
         return before.unproven("top_k adds what earlier rounds left over to the update")
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns the effect of not sending the smallest entries."""
+        """Returns an Effect whose `removed` is `smallest`."""
         return Effect(removed="smallest")

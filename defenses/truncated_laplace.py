@@ -36,8 +36,8 @@ class TruncatedLaplace(StatisticDefense):
     epsilon: Annotated[float, Field(gt=0, le=1e6)]
     delta: Annotated[float, Field(gt=0, lt=1)]
     calibration: laplace_vector.ScaleChoice = "tight"
-    """`paper`: b = sqrt(d) β / ε, that of one number with the features' L1 sensitivity. `tight`:
-    the least b that is proven to be enough, smaller by up to sqrt(d) / 1.25."""
+    """`paper`: b = sqrt(d) β / ε for d features, that of one number with their L1 sensitivity.
+    `tight`: the least b that is proven to be enough, smaller by up to sqrt(d) / 1.25."""
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
         """Returns the features `value` (n, d) with noise on every entry."""
@@ -59,7 +59,7 @@ class TruncatedLaplace(StatisticDefense):
         )
 
     def public_parameters(self, release: Release) -> dict[str, float]:
-        """Returns b and B of the noise on each entry, as `scale` and `bound`."""
+        """Returns {`scale`: b, `bound`: B} of the noise on each entry."""
         made = self.guarantee(release)
         return {"scale": made.scale, "bound": made.bound}
 
@@ -70,10 +70,10 @@ def truncated_laplace(
     """Returns `value` with noise of density ~ exp(-|x| / scale) within ± `bound` on each entry.
 
     Args:
-        value: tensor of any shape.
-        scale: b, in the units of `value`.
+        value: tensor of any shape, on the CPU.
+        scale: b > 0, in the units of `value`.
         bound: largest magnitude of the noise, in the same units.
-        generator: source of the noise.
+        generator: source of the noise, on the CPU.
     """
     shape = value.shape
     share = uniform(shape, generator)
