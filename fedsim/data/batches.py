@@ -22,7 +22,7 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
 
 
 def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """Draws each of `indices` (n,), n > 0, with probability `batch_size` / n: perhaps none."""
+    """Draws each of `indices` (n,), n > 0, singly with chance `batch_size` / n: perhaps none."""
     # In double precision, as the rate is: a float32 draw is a multiple of 2^-24 and would round the
     # rate that the accountant takes.
     drawn = torch.rand(len(indices), generator=rng, dtype=torch.float64)
@@ -30,7 +30,9 @@ def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
 
 
 def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -> Tensor:
-    """Returns the `indices` that were dealt to bin `step` modulo `bins`, perhaps none.
+    """Deals the `indices` at random to `bins`, and returns those of bin `step` modulo `bins`.
+
+    There may be none. Each is in one of any `bins` successive steps.
 
     Args:
         indices: (n,), the client's examples.
@@ -69,7 +71,10 @@ def of_trial(
 
 
 def distinct(indices: Tensor, images: Tensor) -> Tensor:
-    """Returns the first of `indices` for each different image that they have in `images` (CPU)."""
+    """Returns the `indices` (n,) into `images` (N, ...) on the CPU, without those of equal images.
+
+    Of equal ones the first is kept; the result is int64, in the given order.
+    """
     first: dict[int, int] = {}
     for index in indices.tolist():
         # A digest stands for the image, so that memory does not grow with the pixels.

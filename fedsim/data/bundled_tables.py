@@ -73,7 +73,7 @@ class BreastCancer(TableSource):
         return features
 
     def load(self) -> Table:
-        """Returns the table, split into training and test rows."""
+        """Returns the table of 569 rows and the `features`, a fifth of the rows to test on."""
         from sklearn.datasets import load_breast_cancer
 
         data = load_breast_cancer()
@@ -106,7 +106,7 @@ class Diabetes(TableSource):
     )
 
     def load(self) -> Table:
-        """Returns the table, split into training and test rows."""
+        """Returns the table of 442 rows and 10 features, a fifth of the rows to test on."""
         from sklearn.datasets import load_diabetes
 
         # The scaled table is centred by statistics of all patients, so that one row would move all
@@ -144,7 +144,7 @@ class SyntheticTable(TableSource):
     """Seed of the draw; each gives another table of that size."""
 
     def load(self) -> Table:
-        """Draws the table of `rows` rows, which are split into training and test rows."""
+        """Draws the table of `rows` rows, a fifth of them to test on."""
         stream = torch.Generator().manual_seed(self.draw)
 
         def normal(*shape: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ _MAX_VALUES = 1 << 28
 
 
 def from_pil(image: Image) -> Tensor:
-    """Converts a grey or RGB picture of Pillow to pixels (1 or 3, H, W) uint8."""
+    """Copies a picture of Pillow, of mode `L` or `RGB`, to pixels (1 or 3, H, W) uint8."""
     import numpy as np
 
     # np.array copies: tensors may be written to, Pillow's own memory may not.
@@ -40,7 +40,10 @@ def resize(image: Image, width: int, height: int) -> Image:
 
 
 def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[Tensor, Tensor]:
-    """Returns sorted (train, test) indices; of each class `test_fraction` is test, by `name`."""
+    """Splits examples with these `labels` (n,) into sorted (train, test) indices, int64.
+
+    The share `test_fraction` of each class, rounded, is drawn to test on; `name` is the seed.
+    """
     test = torch.zeros(len(labels), dtype=torch.bool)
     for label in sorted(set(labels.tolist())):
         members = (labels == label).nonzero().flatten()
@@ -52,10 +55,10 @@ def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[T
 def split_by_content(
     contents: Iterable[bytes], test_fraction: float, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns sorted (train, test) indices, by a hash of each content that is keyed by `name`.
+    """Splits examples by a hash of their content, keyed by `name`, into (train, test) indices.
 
-    Each is test with a chance of `test_fraction`. Adding an example moves no other, as a privacy
-    claim about one example requires.
+    Both are sorted, int64; either may be empty. Each example is test with a chance of
+    `test_fraction`. Another example moves no other, as a privacy claim about one requires.
     """
     key = hashlib.sha256(b"fedsim split\0" + name.encode()).digest()
     # Digests of 8 bytes are uniform below 2^64, so a share `test_fraction` of them lies below this.
@@ -66,7 +69,10 @@ def split_by_content(
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns (means, deviations >= 1/255), in [0, 1], of the channels of (N, C, H, W) uint8."""
+    """Returns each channel's mean, and its standard deviation or 1/255 if that is more.
+
+    `images` (N, C, H, W) uint8 are taken as pixels in [0, 1].
+    """
     levels = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
     for channel in range(images.shape[1]):
@@ -79,9 +85,10 @@ def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def public_examples(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns test images (P, C, H, W), uint8, or rows (P, D), float32, and their labels (P,).
+    """Returns test images (P, C, H, W) uint8, or rows (P, D) float32, and labels (P,) int64.
 
-    There are at most 10,000 and 2^28 values, drawn by `seed` and in the order of the split.
+    They are all of the test split, or as many as keep P to 10,000 and values to 2^28. Those are
+    drawn by `seed`, and stay in the order of the split.
     """
     images = dataset.test_images
     count = min(_MAX_IMAGES, max(1, _MAX_VALUES // images[0].numel()))

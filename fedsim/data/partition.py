@@ -27,7 +27,7 @@ _DRAWS = 11
 def partition(
     dataset: Dataset | Table, config: Partition, clients: int, seed: int, *, min_images: int = 1
 ) -> list[Tensor]:
-    """Returns the training indices of each client: sorted, disjoint, together all of them.
+    """Returns each client's training indices, int64: sorted, disjoint, together all of them.
 
     `iid`: parts of equal size (to within one) in random order. `dirichlet`: each class is divided
     in proportions drawn from Dir(alpha) (Hsu, Qi and Brown 2019). `shards`: the set is sorted by
@@ -38,12 +38,12 @@ def partition(
     Args:
         dataset: Data whose training examples are divided.
         config: Kind of division, with the parameter that it takes.
-        clients: Number of parts.
-        seed: Decides every draw.
+        clients: Number of parts, at least 1.
+        seed: Seed of every draw.
         min_images: Least number of examples of a client.
 
     Raises:
-        FedsimError: There is no such division, or none was found; the message has a remedy.
+        FedsimError: there is no such division, none was found, or the file is wrong.
     """
     count = len(dataset.train_labels)
     if clients * min_images > count:

@@ -27,7 +27,10 @@ _ROUNDING = 1 - 2**-48
 
 
 class RangeColumn(BaseModel):
-    """A column of numbers and the range that is declared for it: public, not read from the data."""
+    """A column of numbers and the range that is declared for it: public, not read from the data.
+
+    A ValidationError of pydantic says that `low` is not below `high`, or one is not finite.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -55,7 +58,7 @@ class RangeColumn(BaseModel):
         return {self.name: self.scale(values)}
 
     def describe(self) -> InputColumn:
-        """Describes the column to a model: its name."""
+        """Returns the column as a model gets it: a quantity with this name."""
         return InputColumn(name=self.name)
 
 
@@ -73,7 +76,10 @@ Texts = Annotated[
 
 
 class CategoryColumn(BaseModel):
-    """A column of categories, as the file writes them."""
+    """A column of categories, as the file writes them.
+
+    A ValidationError of pydantic says that they are fewer than 2, over 1,024, or not distinct.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -82,14 +88,17 @@ class CategoryColumn(BaseModel):
     """Text of each category. A row has one entry per category: +1 for its own, -1 for others."""
 
     def entries(self, values: Tensor) -> dict[str, Tensor]:
-        """Returns `column=category` -> entry (n,) of -1 and +1 for (n,) numbers of categories."""
+        """Returns `column=category` -> entry (n,) of -1 and +1, for each of the `categories`.
+
+        `values` (n,) are the rows' places, from 0, in `categories`.
+        """
         return {
             f"{self.name}={category}": 2.0 * (values == number) - 1
             for number, category in enumerate(self.categories)
         }
 
     def describe(self) -> InputColumn:
-        """Describes the column to a model: its name and categories."""
+        """Returns the column as a model gets it: its name and categories."""
         return InputColumn(name=self.name, categories=self.categories)
 
 
@@ -134,13 +143,15 @@ class TableSource(DataSource):
         """Builds the table of raw features and a scaled target; a FedsimError if a split is empty.
 
         Args:
-            name: name of the source.
-            features: (n, d) float64 raw values, or numbers of categories.
-            columns: the features' columns, in the order of `features`.
-            target: the target's name, values and classes.
-            client_of: (n,) each row's client, counted from 0; None if the source does not know.
-            private_statistics: see `Table`; empty if neither ranges nor classes follow from rows.
-            split_by_row: whether a row's split follows from that row alone.
+            name: Name of the source.
+            features: (n, d) float64 raw values, or numbers of categories, from 0.
+            columns: The features' d columns, in the order of `features`.
+            target: The target's name, its n values and its classes.
+            client_of: (n,) int64 each row's client, from 0; None if the source does not know.
+            private_statistics: Names of what was computed from training rows, which voids claims
+                of privacy; empty if nothing was, None if that is not known (no claim either).
+            split_by_row: Whether a row's split follows from that row alone, or else from a draw
+                within its class.
         """
         entries: dict[str, Tensor] = {}
         for i, column in enumerate(columns):
@@ -180,7 +191,7 @@ class TableSource(DataSource):
 
 
 def bound_rows(rows: Tensor, norm: float) -> Tensor:
-    """Returns `rows` (n, d), those of a longer L2 norm scaled down to `norm`."""
+    """Returns a copy of `rows` (n, d) float64, those of a longer L2 norm scaled down to `norm`."""
     lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     # A row of zeros divides by zero in the branch that is not taken for it.
     return torch.where(lengths > norm, rows * (norm / lengths * _ROUNDING), rows)
@@ -210,7 +221,7 @@ class ClassColumn(BaseModel):
     """Text of each class. Closed-form learners take two: the first becomes -1, the other +1."""
 
     def scale(self, values: Tensor) -> Tensor:
-        """Maps numbers of classes, 0 to K - 1 (any shape), evenly onto [-1, 1]."""
+        """Maps numbers of classes, 0 to K - 1 of K (any shape), evenly onto [-1, 1]."""
         return 2 * values / (len(self.classes) - 1) - 1
 
 
@@ -241,7 +252,10 @@ class TableFile(TableSource):
         return self
 
     def load(self) -> Table:
-        """Reads the table; a FedsimError has line and column of a value that breaks the schema."""
+        """Reads the table; a FedsimError has line and column of a value that breaks the schema.
+
+        It also says that the file cannot be read, has no rows or lacks a column.
+        """
         features, target, owners = [], [], []
         row: dict[str, str] = {}
         for line, row in self._lines():

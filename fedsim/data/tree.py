@@ -46,7 +46,10 @@ MAX_PIXELS = 1 << 25
 
 
 class UnreadableError(FedsimError):
-    """An image file cannot be used; `reason` is why, in words that many files can share."""
+    """Raised for an image file that cannot be used.
+
+    Its text is `message`, which names the file; `reason` is why, in words that many files share.
+    """
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -54,9 +57,10 @@ class UnreadableError(FedsimError):
 
 
 class Tree(ABC):
-    """Gives access to image files by the parts of their path below the root.
+    """Gives access to image files below `root`, a directory or a zip archive (`open_tree`).
 
-    A file is visible unless its name or a folder's begins with a dot or `__MACOSX`.
+    A path is a tuple of its parts, as `("train", "cat", "1.jpg")`. A file is visible unless its
+    name or a folder's begins with a dot or `__MACOSX`.
     """
 
     def __init__(self, root: Path) -> None:
@@ -76,21 +80,22 @@ class Tree(ABC):
 
     @final
     def name(self, path: Parts) -> str:
-        """Returns the name of the file at `path` in messages."""
+        """Returns the name of the file at `path` for messages, as `root:train/cat/1.jpg`."""
         return f"{self.root}:{'/'.join(path)}"
 
     @final
     def images(self) -> list[Parts]:
-        """Returns the visible image files, sorted."""
+        """Returns the paths of visible files with an image's suffix, sorted."""
         return sorted(path for path in self._paths() if _format(path) and _is_visible(path))
 
     @final
     def left_out(
         self, used: Container[Parts], depth: Callable[[Parts], int] | None
     ) -> Iterator[tuple[Parts, str]]:
-        """Yields visible files that are not `used`, with the reason; at another depth images alone.
+        """Yields (path, reason) of visible files that are not among the paths `used`.
 
-        `depth` returns the number of parts that a used path has; None allows any number.
+        `depth` returns, for a path, the number of parts that a used one would have there. At
+        another depth only images are yielded; None takes every depth.
         """
         for path in self._paths():
             if path in used or not _is_visible(path):
@@ -103,12 +108,12 @@ class Tree(ABC):
 
     @final
     def has(self, path: Parts) -> bool:
-        """Returns whether there is a file at `path`, below the root even with links followed."""
+        """Returns whether there is a file at `path`, which no link leads out of the root."""
         return all(part not in ("", ".", "..") for part in path) and self._has(path)
 
     @final
     def reads(self, path: Parts) -> bool:
-        """Returns whether the name of the file at `path` is that of an image."""
+        """Returns whether the suffix of `path` is that of an image format that is read."""
         return bool(path) and _format(path) is not None
 
     @abstractmethod
@@ -138,7 +143,8 @@ class Tree(ABC):
 
         `bits` is the number of bits that a 16-bit picture uses per channel. Without it, 16-bit
         pictures are refused if they are grey, or if they would be nearly black. An UnreadableError
-        names a file that is empty, too large, damaged, or of unknown bits.
+        names a file that is missing, empty, over 64 MiB or 2^25 pixels, damaged, or of unknown
+        bits.
         """
         from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -302,7 +308,7 @@ def _format(path: Parts) -> str | None:
 
 @contextmanager
 def open_tree(root: Path) -> Iterator[Tree]:
-    """Opens the tree at `root`, a directory or a zip archive, for the block; else a FedsimError."""
+    """Opens the tree at `root` for the `with` block; a FedsimError if it is no directory or zip."""
     if root.is_dir():
         yield _DirectoryTree(root)
         return

@@ -61,7 +61,10 @@ class _VisionSource(DataSource):
 
 @final
 class CIFAR10(_VisionSource):
-    """60,000 colour photographs of 32x32 pixels in 10 classes; 50,000 train, 10,000 test."""
+    """60,000 colour photographs of 32x32 pixels in 10 classes; 50,000 train, 10,000 test.
+
+    Its fields are `root`, the folder that holds the set, and `download`, whether to fetch it there.
+    """
 
     paper: ClassVar[str] = "Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"
     title: ClassVar[str] = "cifar10"
@@ -71,7 +74,10 @@ class CIFAR10(_VisionSource):
 
 @final
 class CIFAR100(_VisionSource):
-    """60,000 colour photographs of 32x32 pixels in 100 classes; 50,000 train, 10,000 test."""
+    """60,000 colour photographs of 32x32 pixels in 100 classes; 50,000 train, 10,000 test.
+
+    Its fields are `root`, the folder that holds the set, and `download`, whether to fetch it there.
+    """
 
     paper: ClassVar[str] = CIFAR10.paper
     title: ClassVar[str] = "cifar100"
@@ -81,7 +87,10 @@ class CIFAR100(_VisionSource):
 
 @final
 class MNIST(_VisionSource):
-    """70,000 handwritten digits in grey, 28x28 pixels; 60,000 train, 10,000 test."""
+    """70,000 handwritten digits in grey, 28x28 pixels; 60,000 train, 10,000 test.
+
+    Its fields are `root`, the folder that holds the set, and `download`, whether to fetch it there.
+    """
 
     paper: ClassVar[str] = (
         "LeCun, Bottou, Bengio and Haffner, Gradient-Based Learning Applied to Document "
