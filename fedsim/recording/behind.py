@@ -95,12 +95,15 @@ _behind = _WorkQueue()
 
 
 def later(job: Callable[[], None], size: int = 0) -> None:
-    """Runs `job` in another thread, see `WorkQueue.later`; the queue is that of this process."""
+    """Runs `job` in another thread, after all earlier ones; an exception of it is dropped.
+
+    It waits first while unfinished jobs hold over 512 MiB with the `size` bytes of this one.
+    """
     _behind.later(job, size)
 
 
 def finish(stalled: float | None = None) -> None:
-    """Waits until all jobs of this process are done, see `WorkQueue.finish`."""
+    """Waits until all jobs are done, or none has ended for `stalled` seconds (None: no limit)."""
     _behind.finish(stalled)
 
 

@@ -53,7 +53,7 @@ _DAMAGED = (OSError, ValueError, TypeError, AttributeError, OverflowError, Recur
 
 
 class Exchange(BaseModel):
-    """Describes one order to train and its answer, without tensors: the JSON beside a reply."""
+    """Describes one message that asks a node to train, and its answer: the JSON beside a reply."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -67,21 +67,22 @@ class Exchange(BaseModel):
     reply: str = Field(pattern=r"^[0-9a-f]{32}$")
     """Digest of the file that holds what the client answered."""
     config: dict[str, dict[str, Any]]
+    """Numbers and texts of what the server sent: name of a record -> key -> value."""
     metrics: dict[str, dict[str, Any]]
-    """Those of the answer, as `config` of the order: name of a record -> key -> value."""
+    """Numbers and texts of the answer, alike."""
     path: Path = Field(default=Path(), exclude=True)
     """File that this exchange was read from."""
 
     def read_broadcast(self) -> Tensors:
-        """Returns the tensors sent, by the app's names; a damaged or lost file is a FedsimError."""
+        """Returns the tensors sent, by the app's names; a lost or altered file is a FedsimError."""
         return _read_verified(self.path.parent / _broadcast_name(self.broadcast), self.broadcast)
 
     def read_reply(self) -> Tensors:
-        """Returns the tensors answered, by the app's names; errors are as of `read_broadcast`."""
+        """Returns the tensors answered, alike; a lost or altered file is a FedsimError."""
         return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
     def number(self, key: str) -> float | None:
-        """Returns the first number up to 1e100 called `key` in a record of the metrics, or None."""
+        """Returns the first number within ±1e100 called `key` in a record of `metrics`, or None."""
         for record in self.metrics.values():
             value = record.get(key)
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -96,7 +97,7 @@ class Exchange(BaseModel):
 
 
 class Recorder:
-    """Writes the exchanges of one run as they come, one thread at a time, where it `wants` them."""
+    """Writes exchanges of one run to `folder`, one thread at a time; callers ask `wants` first."""
 
     def __init__(
         self,
@@ -108,15 +109,15 @@ class Recorder:
         clients: int | None,
         max_bytes: int,
     ) -> None:
-        """Goes on with what is already written of the run, if anything is.
+        """Continues what is already written of the run, if anything is; writes nothing yet.
 
         Args:
-            out: Folder of all runs.
+            out: Folder of all runs; this one's is `run-<run_id>` in it.
             run_id: Id of the run, as Flower gives it.
             side: Side of the app that records.
             rounds: Rounds that are recorded, from 1; None for all.
             clients: Maximum number of nodes, of those that come first; None for all.
-            max_bytes: Maximum size of the run's folder.
+            max_bytes: Maximum size of the run's recorded files.
         """
         self.folder = out / f"run-{run_id}"
         self._run_id = run_id
@@ -136,7 +137,7 @@ class Recorder:
             self._parts = {kind: parts for kind, parts in found.items() if parts is not None}
 
     def wants(self, round: int, node_id: int) -> bool:
-        """Returns whether to record this answer, and notes the node if it is among the first."""
+        """Returns whether to record a node's exchange; if so, it counts as one of the `clients`."""
         # Asked first, so that nodes of other rounds take none of the places.
         if self._rounds is not None and round not in self._rounds:
             return False
@@ -151,7 +152,10 @@ class Recorder:
         return len(list(self.folder.glob(f"round-*/node-{node_id}.json")))
 
     def save_broadcast(self, round: int, arrays: Arrays) -> str | None:
-        """Writes the tensors sent in `round`, once, and returns their digest; None without room."""
+        """Writes the tensors sent in `round`, once, and returns their digest.
+
+        It is None without room, which is counted as left out. Errors are those of `save_reply`.
+        """
         digest = streaming.digest_of(arrays)
         path = self._round(round) / _broadcast_name(digest)
         if not path.exists() and not self._write(path, arrays, digest):
@@ -169,7 +173,7 @@ class Recorder:
         config: ToldValues,
         metrics: ToldValues,
     ) -> None:
-        """Writes one answer; without room, or of a node's second, it is counted as left out.
+        """Writes one answer; without room, or if it is the node's second, counts it as left out.
 
         Args:
             reply: Arrays that the client answered, by the app's names.
@@ -178,10 +182,11 @@ class Recorder:
             message_id: Id of the order, by which a client's truth is found.
             broadcast: Digest that `save_broadcast` returned for the order.
             config: Numbers and texts of the order.
-            metrics: Those of the answer.
+            metrics: Numbers and texts of the answer.
 
         Raises:
             FedsimError: safetensors cannot hold an array.
+            OSError: the answer cannot be written.
         """
         base = self._round(round) / f"node-{node_id}"
         # The JSON is written last: where it is, the whole answer is.
@@ -207,7 +212,10 @@ class Recorder:
             self._used += len(text)
 
     def note_parts(self, kind: PartKind, parts: Sequence[DeployedPart]) -> None:
-        """Keeps what the app consists of, outermost first; other mods count as `CHANGED`."""
+        """Notes the parts of the app, outermost first, in tap.json once anything is recorded.
+
+        Mods other than those noted before are counted as left out, for reason `CHANGED`.
+        """
         before = self._parts.get(kind)
         if before != list(parts):
             self._parts[kind] = list(parts)
@@ -220,7 +228,7 @@ class Recorder:
                     self._describe()
 
     def leave_out(self, reason: str) -> bool:
-        """Counts a message that is not recorded; returns whether `reason` is new."""
+        """Counts in tap.json a message that is not recorded; returns whether `reason` is new."""
         if reason not in self._left_out and len(self._left_out) >= _REASONS:
             reason = _OTHER
         self._left_out[reason] = self._left_out.get(reason, 0) + 1
@@ -263,7 +271,7 @@ class Recorder:
 
 
 def read_exchanges(folder: Path) -> list[Exchange]:
-    """Reads what a tap recorded of the run in `folder`, sorted by round and node.
+    """Reads what a tap recorded of a run in `folder` (`run_folder`), sorted by round and node.
 
     A FedsimError says that nothing was recorded, or that a file is damaged or was moved.
     """
@@ -295,14 +303,14 @@ def read_exchanges(folder: Path) -> list[Exchange]:
 
 
 def digest_of(exchanges: Sequence[Exchange]) -> str:
-    """Returns a hexadecimal SHA-256 digest of all that `exchanges` hold, in any order."""
+    """Returns a SHA-256 in hex of the exchanges' rounds, nodes, ids and tensors, in any order."""
     # Ids of messages are unique, so that two runs with equal tensors differ, too.
     said = sorted((e.round, e.node_id, e.message_id, e.broadcast, e.reply) for e in exchanges)
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def run_folder(out: Path, run: int | None = None) -> Path:
-    """Returns the folder of a recorded run in `out`: number `run`, or by default the newest.
+    """Returns the folder of the recorded run with id `run` in `out`; None: the last changed one.
 
     `out` itself is returned if it is one and `run` is None. Without any, a FedsimError says so.
     """
@@ -322,7 +330,10 @@ def run_folder(out: Path, run: int | None = None) -> Path:
 
 
 def left_out(folder: Path) -> list[str]:
-    """Returns a line, with their number, for each reason why a tap left out messages of a run."""
+    """Returns a line `REASON: 3 messages` for each reason why a tap left out messages of a run.
+
+    `folder` is the run's; a FedsimError says that its tap.json is missing or damaged.
+    """
     behind.finish()
     return [f"{reason}: {number_of(n, 'message')}" for reason, n in _count_left_out(folder).items()]
 
@@ -338,7 +349,10 @@ def _count_left_out(folder: Path) -> dict[str, int]:
 
 
 def read_parts(folder: Path, kind: PartKind) -> list[DeployedPart] | None:
-    """Returns the parts of the app of the run in `folder`, outermost first; None if not known."""
+    """Returns the parts of the app that a tap noted in a run's `folder`, outermost first.
+
+    None says that it noted none of this `kind`. A FedsimError is as in `left_out`.
+    """
     behind.finish()
     return _parts_in(folder / _TAP, kind)
 
@@ -381,7 +395,7 @@ class DeployedPart(BaseModel):
     name: str = Field(max_length=LONGEST)
     """Import name of its class or function."""
     settings: dict[str, PlainValue] = {}
-    """Public attributes that are plain values, as `plain_value` makes them, or lists of texts."""
+    """Public attribute -> plain value (`plain_value`) or list of texts; others are left out."""
 
     def number(self, key: str) -> float | None:
         """Returns the setting `key` as a finite number; None if it is missing or anything else."""
@@ -397,7 +411,7 @@ class DeployedPart(BaseModel):
 
 
 def describe_part(live: Any, extra: Mapping[str, Any] | None = None) -> DeployedPart:
-    """Returns the description of a live object; `extra` settings win over its attributes."""
+    """Returns the description of a mod, filter or strategy; `extra` settings win over its own."""
     # A function has a name of its own, an object that of its class.
     named = live if hasattr(live, "__qualname__") else type(live)
     given = {**getattr(live, "__dict__", {}), **(extra or {})}
@@ -412,7 +426,7 @@ def describe_part(live: Any, extra: Mapping[str, Any] | None = None) -> Deployed
 
 
 def plain_value(value: object) -> bool | int | float | str | None:
-    """Returns a number, truth value or text (of 200 characters) as JSON can hold it, or None."""
+    """Returns a number (NaN and ±∞ as text), truth value or text (of 200 characters), else None."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, bool | int | float):

@@ -115,7 +115,7 @@ def observation_id(
             what an eavesdropper saw `wire-0000-...`.
 
     Raises:
-        FedsimError: the id would be unsafe as a path.
+        FedsimError: a part has not this form, so that the id would be unsafe as a path.
     """
     who = "aggregate" if client < 0 else f"{_KIND[watcher]}-{client:04d}"
     return checked_id(f"{stack}/round-{round:04d}/{who}-{suffix}")
@@ -127,7 +127,11 @@ def path_of(root: Path, id: str) -> Path:
 
 
 def save_observation(observation: Observation, root: Path) -> Path:
-    """Writes `observation` below `root`, the round's weights once; returns its JSON file."""
+    """Writes `observation` below the run's folder `root`; returns the path of its JSON file.
+
+    Global weights are written with the first observation of a round, and are not compared later. A
+    FedsimError refuses a bad id, an OSError a file that cannot be written.
+    """
     base = root / "observations" / checked_id(observation.id)
     shared = base.parent / GLOBAL
     if not shared.exists():
@@ -222,9 +226,9 @@ def load_public(root: Path) -> Tensor:
 
 
 def load_public_labels(root: Path) -> Tensor | None:
-    """Reads the classes (P,) int64 of the run's public images; None if not recorded.
+    """Reads the classes (P,) int64 of the public images of the run in `root`; None if unrecorded.
 
-    Errors are those of `load_public`, also where they do not fit the images.
+    A FedsimError is as in `load_public`, or says that the classes do not fit the images.
     """
     images, labels = load_public(root), read_tensors(root / _PUBLIC).get("labels")
     if labels is not None and (labels.dtype != torch.int64 or labels.shape != images.shape[:1]):
@@ -233,10 +237,11 @@ def load_public_labels(root: Path) -> Tensor | None:
 
 
 def load_beside(path: Path, attacked: Observation) -> tuple[Observation, ...]:
-    """Reads what the watcher of a recording of training saw up to its round, by round and client.
+    """Reads what the watcher of `attacked` saw of training up to its round, by round and client.
 
-    `path` is the JSON file of the recording of `attacked`. Tensors are on the CPU; weights that
-    several recordings start from are held once. Errors are those of `load_observation`.
+    A watcher at the vantage `aggregate` or `client` saw one update a round, others all clients'.
+    `path` is the JSON file of `attacked`. Tensors are on the CPU; weights that several recordings
+    start from are held once. Errors are those of `load_observation`.
     """
     seen: list[Observation] = []
     for other in paths_beside(path, attacked):
@@ -248,7 +253,7 @@ def load_beside(path: Path, attacked: Observation) -> tuple[Observation, ...]:
 
 
 def paths_beside(path: Path, attacked: Observation) -> list[Path]:
-    """Returns the JSON files of the recordings of `load_beside`, in their order."""
+    """Returns the JSON files that `load_beside` reads, in its order."""
     kind = path.stem.partition("-")[0]
     alone = attacked.vantage in ("client", "aggregate")
     return [
@@ -262,12 +267,12 @@ def paths_beside(path: Path, attacked: Observation) -> list[Path]:
 
 
 def by_number(path: Path) -> tuple[int, str]:
-    """Returns a key that sorts names such as `client-0002` by number, also one of five digits."""
+    """Returns a sort key by which `client-9999` comes before `client-10000`."""
     return len(path.name), path.name
 
 
 def root_of(recording: Path) -> Path | None:
-    """Returns the run's folder that a recording lies in; None if it lies in none."""
+    """Returns the run's folder, above `observations/`, of a recording; None if it lies in none."""
     for parent in recording.resolve().parents:
         if parent.name == "observations":
             return parent.parent
@@ -275,14 +280,14 @@ def root_of(recording: Path) -> Path | None:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Writes `tensors` as safetensors, whole or not at all; returns the hexadecimal SHA-256."""
+    """Writes a safetensors file, whole or not at all, for its owner; returns its SHA-256 in hex."""
     content = serialize(tensors)
     write_bytes(path, content, private=True)
     return hashlib.sha256(content).hexdigest()
 
 
 def serialize(tensors: Tensors) -> bytes:
-    """Returns `tensors` as the bytes of a safetensors file."""
+    """Returns `tensors`, on any device, as the bytes of a safetensors file."""
     own: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -310,7 +315,7 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Te
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes UTF-8 `text` whole or not at all."""
+    """Writes `text` as UTF-8, whole or not at all; errors are as in `write_bytes`."""
     write_bytes(path, text.encode())
 
 
@@ -320,7 +325,10 @@ def write_json(path: Path, value: object) -> None:
 
 
 def copy_file(path: Path, source: Path, target: Path) -> None:
-    """Copies `path` from below `source` to the same place below `target`, for its owner alone."""
+    """Copies `path` from below `source` to the same place below `target`, for its owner alone.
+
+    A FedsimError refuses links and what is no regular file, an OSError one that is missing.
+    """
     place = path.relative_to(source)
     content = paths.content(paths.refuse_links(path, source), memory.limit())
     write_bytes(target / place, content, private=True)
@@ -348,14 +356,13 @@ def write_pieces(
     private: bool = False,
     durable: bool = True,
 ) -> None:
-    """Writes `pieces`, one after the other, whole or not at all.
+    """Writes `pieces`, one after the other, whole or not at all; an error of theirs writes nothing.
 
     Args:
-        path: Path of the file, whose folder is made.
+        path: Path of the file, whose folder is made; an OSError says that it cannot be written.
         pieces: Pieces of the content.
         private: Whether the file's owner alone can read it.
-        durable: Whether the file is on the disk when this returns; else a crash may leave a torn
-            file.
+        durable: Whether the file is on the disk when this returns; else a crash may tear it.
     """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -382,7 +389,7 @@ def write_pieces(
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds `path` to an OSError raised in the block, as the system may leave it out."""
+    """Raises an OSError of its `with` block anew with `path` as the file that it names."""
     try:
         yield
     except OSError as error:
@@ -398,7 +405,7 @@ def remove_rounds(folder: Path, last: int) -> None:
 
 
 def remove_torn(root: Path) -> None:
-    """Removes files that a kill left half written below `root`, where nobody may be writing."""
+    """Removes the temporary files of interrupted writes below `root`; nobody may be writing."""
     for torn in root.rglob(f"{_TORN}*"):
         torn.unlink()
 

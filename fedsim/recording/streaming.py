@@ -43,8 +43,8 @@ Piece = bytes | memoryview
 def pieces(arrays: Arrays) -> Iterator[Piece]:
     """Yields the bytes of a safetensors file of contiguous `arrays`, piece by piece.
 
-    A FedsimError refuses, here and in all that write, an array of a type that such files do not
-    hold, one called `__metadata__`, and names that are too long together.
+    A FedsimError refuses an array of a type that such files do not hold, one called `__metadata__`,
+    and names that are too long together.
     """
     names, header = _header(arrays)
     yield header
@@ -82,7 +82,7 @@ def _header(arrays: Arrays) -> tuple[list[str], bytes]:
 
 
 def digest_of(arrays: Arrays) -> str:
-    """Returns the digest of the file that `write` makes: XXH3-128, in hexadecimal."""
+    """Returns the XXH3-128 in hex of the file that `write` makes; errors are those of `pieces`."""
     digest = xxhash.xxh3_128()
     for piece in pieces(arrays):
         digest.update(piece)
@@ -90,7 +90,7 @@ def digest_of(arrays: Arrays) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """Returns the XXH3-128 digest of a regular file of at most a TiB, in hexadecimal."""
+    """Returns the XXH3-128 in hex of a regular file up to a TiB; a FedsimError refuses others."""
     digest = xxhash.xxh3_128()
     with paths.open_regular(path, paths.ARCHIVE) as file:
         while piece := file.read(_PIECE):
@@ -99,16 +99,16 @@ def digest_of_file(path: Path) -> str:
 
 
 def size_of(arrays: Arrays) -> int:
-    """Returns the size in bytes of the file that `write` makes."""
+    """Returns the size in bytes of the file that `write` makes; errors are those of `pieces`."""
     return len(_header(arrays)[1]) + sum(array.nbytes for array in arrays.values())
 
 
 def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
-    """Writes `arrays` as safetensors, whole or not at all, and returns `digest_of` them.
+    """Writes contiguous `arrays` as safetensors, whole or not at all, and returns `digest_of` them.
 
     It does not wait for the disk: after a crash of the machine only the digest tells a torn file.
-    A `digest` has to be that of `digest_of`; None computes it. Errors are those of `pieces`, and an
-    OSError where nothing can be written.
+    `digest` is what `digest_of` returned for them, unchecked; None computes it. Errors are those of
+    `pieces`, and an OSError where nothing can be written.
     """
     if digest is not None:
         write_pieces(path, pieces(arrays), private=True, durable=False)

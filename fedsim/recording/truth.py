@@ -35,7 +35,7 @@ _SEEN_ALONE = re.compile(r"(?:client|wire)-(\d+)-")
 
 
 class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
-    """The truth of an observation is not that of exactly the clients that are part of it."""
+    """The truth on disk is not of as many clients as the observation is."""
 
 
 def home(root: Path, stack: str) -> Path:
@@ -62,7 +62,7 @@ def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
     Args:
         truth: The client's own truth.
         root: Folder of the run, or of the client's node.
-        id: Id of the observation.
+        id: Id of the observation; a FedsimError refuses any other text.
         client: Number of the client, from 0.
     """
     # Which client a row is of is told by the file.
@@ -71,7 +71,7 @@ def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
 
 
 def forget_truth(root: Path, id: str, client: int) -> None:
-    """Removes what `client` wrote, if anything, for the observation `id`, which is left out."""
+    """Removes the truth of `client` for the observation `id` below `root`, if there is any."""
     _path(root, id, client).unlink(missing_ok=True)
 
 
@@ -92,7 +92,10 @@ def owner(root: Path) -> int | None:
 
 
 def copy(source: Path, target: Path) -> int:
-    """Copies all truth below `source`, and counts its files; a FedsimError if `target` differs."""
+    """Copies all truth below `source` to below `target`; returns the number of files.
+
+    A FedsimError refuses links, and truth that `target` has otherwise; nothing is copied then.
+    """
     found = [paths.refuse_links(path, source) for path in _files(source)]
     for path in found:
         there = target / path.relative_to(source)
@@ -113,7 +116,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
-    """Removes a client's truth of late rounds, and the files that a kill tore in their folders.
+    """Removes a client's truth of rounds after `last`, with half-written files in their folders.
 
     Args:
         root: Folder of the run, or of the client's node.
@@ -134,9 +137,12 @@ def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
 def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
     """Reads the truth of all clients of the observation `id`, joined in the order of the clients.
 
-    Local losses are averaged, and tensors that a client lacks are left out. Of rows, `clients` of
-    the result counts the clients from 0. An IncompleteTruth says that another number than
-    `clients` (None: any) left truth; no truth, or a damaged file, is another FedsimError.
+    Local losses are averaged, and tensors that a client lacks are left out. Clients of a RowTruth
+    are counted from 0 among those that left truth in the run's folder `root`.
+
+    Raises:
+        IncompleteTruth: not exactly `clients` clients (None: any number) left truth.
+        FedsimError: there is none, a file is damaged, or `id` is no id.
     """
     folder = _folder(root, id)
     files = sorted(folder.glob("client-*.safetensors"), key=by_number)
@@ -173,12 +179,12 @@ def _join_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def add_sources(truth: Truth, root: Path, ids: Sequence[str]) -> Truth:
-    """Adds the records of all clients that the observations `ids` are of, and whose each is.
+    """Returns a copy of `truth` with what source attacks are asked about the observations `ids`.
 
-    Records are the candidates that a client trains on, but for those of several clients, in an
-    order that tells nothing of clients. They are tensors in the copy's `more`, which `fedsim.types`
-    calls `SOURCE_...`; `source` (N,) int64 is each record's place in `SOURCE_CLIENTS`. Without
-    candidates `truth` is returned as it is.
+    Its records are the candidates that exactly one client behind these observations trains on, in
+    an order that tells nothing of clients. They are tensors in the copy's `more`, which
+    `fedsim.types` calls `SOURCE_...`; `source` (N,) int64 is the place in `SOURCE_CLIENTS` of each
+    record's client. Without candidates in the run's folder `root`, `truth` itself is returned.
     """
     files = [list(_folder(root, id).glob("client-*.safetensors")) for id in ids]
     numbers = [[int(path.stem.removeprefix("client-")) for path in each] for each in files]

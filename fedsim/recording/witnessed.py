@@ -28,7 +28,7 @@ from fedsim.words import printable
 
 
 class Witnessed(BaseModel):
-    """Describes how one client trained on one order: the JSON beside its images."""
+    """Describes how one client trained as one message ordered: the JSON beside its images."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -51,6 +51,7 @@ class Witnessed(BaseModel):
     settings: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
     """Numeric settings of the optimizer by torch's names; `betas` are `beta1` and `beta2`."""
     training_mode: bool
+    """Whether the model's layers computed in training mode."""
     rates: list[Annotated[float, Field(allow_inf_nan=False)]] = []
     """Learning rate of each step; empty in files of earlier versions."""
     factors: list[Annotated[float, Field(allow_inf_nan=False)]] = []
@@ -73,14 +74,14 @@ class Witnessed(BaseModel):
 
 @dataclass(frozen=True)
 class Testimony:
-    """What a witness kept of one client's training on one order: the JSON file and its content."""
+    """Holds what a witness kept of one client's training: the JSON file and its content."""
 
     path: Path
     said: Witnessed
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape (C, H, W) of an image."""
+        """Shape (C, H, W) of an image; errors are those of `images`, which it reads."""
         channels, height, width = self.images()[0].shape[1:]
         return channels, height, width
 
@@ -106,10 +107,11 @@ class Testimony:
 
 
 def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
-    """Writes what a client trained on below `out`, for its owner alone to read.
+    """Writes what a client trained on into the folder `out` of all runs, for its owner to read.
 
     `tensors` has the distinct `images` (N, C, H, W), their `labels` (N,) int64, and the `order` in
-    which steps used them, as indices, without images that were left out.
+    which steps used them, as indices, without images that were left out. An OSError says that
+    nothing can be written; so it does in `save_unseen`.
     """
     base = _base(out, said.run_id, said.round, "node", said.node_id, said.message_id)
     # Waiting for the disk would hold up the client.
@@ -122,7 +124,7 @@ def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
 def save_unseen(
     out: Path, run_id: int, round: int, node_id: int, message_id: str, *, reason: str
 ) -> None:
-    """Writes why nothing is kept of an order to train.
+    """Writes why nothing is kept of a client's training as one message ordered.
 
     Args:
         out: Folder of all runs.
@@ -149,9 +151,10 @@ def run_of(out: Path, run_id: int) -> Path:
 
 
 def read_witnessed(out: Path, run_id: int) -> Mapping[str, Testimony]:
-    """Returns what was witnessed of a run, by the id of the message that ordered it.
+    """Returns what was witnessed of run `run_id`, by the id of the message that ordered it.
 
-    A FedsimError says that nothing was witnessed, or that a file is damaged.
+    `out` is the folder of all runs, or that of this run. A FedsimError says that nothing was
+    witnessed, or that a JSON file is damaged.
     """
     # Callers may name the run's own folder, or that of all runs.
     folder = out if out.name == f"run-{run_id}" else run_of(out, run_id)
