@@ -39,21 +39,25 @@ LEAST_DRAWS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """The release is not (ε', δ)-private for any ε' < ε, with probability at least `confidence`."""
+    """States that a release is not (ε', δ)-private for any ε' < ε, with a certain confidence."""
 
     epsilon: float
     """ε, at least 0; a bound of 0 says nothing."""
     delta: float
     confidence: float
+    """Least probability, in (0, 1), with which the statement is right."""
     method: BoundMethod
+    """Name of the function, as `threshold` of `threshold_bound`. `gaussian_dp` is `gaussian_bound`:
+    it holds only where the trade-off curve is a Gaussian one."""
 
 
 def threshold_bound(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float = 0.99
 ) -> LowerBound:
-    """Computes the bound from one threshold on the score, in the direction that shows more.
+    """Computes a lower bound of ε at δ from an attacker's scores in two neighbouring worlds.
 
-    Nothing is presumed of the release.
+    A score is the higher, the likelier the row is there. Nothing is presumed of the release. One
+    threshold, fixed on half of each sample, is counted on the other half.
 
     Args:
         absent: (n,) scores of independent releases without the row; infinite ones are allowed.
@@ -88,7 +92,7 @@ def threshold_bound(
 def two_world_bounds(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float, gaussian: bool
 ) -> list[LowerBound]:
-    """Computes `threshold_bound`, and `gaussian_bound` if the claim is one of μ-GDP.
+    """Computes [`threshold_bound`], or [`threshold_bound`, `gaussian_bound`] of a claim of μ-GDP.
 
     All hold at once with the given `confidence`; the field `confidence` of each of two is larger,
     as each has half of the error probability. Errors are those of `threshold_bound`.
@@ -109,7 +113,7 @@ def two_world_bounds(
 def gaussian_bound(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float = 0.99
 ) -> LowerBound:
-    """Computes the bound of one threshold if the release's trade-off curve is a Gaussian one.
+    """Computes a lower bound of ε at δ for a release whose trade-off curve is a Gaussian one.
 
     A test with false positive rate α and false negative rate β shows that the release is not μ-GDP
     for μ < Φ⁻¹(1 - α) - Φ⁻¹(β) (Dong, Roth and Su, Gaussian Differential Privacy, JRSS-B 2022,
@@ -130,10 +134,10 @@ def gaussian_bound(
 
 
 def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
-    """Computes the μ >= 0 below which the scores of `threshold_bound` refute μ-GDP.
+    """Computes the μ >= 0 below which the scores refute every claim of μ-GDP; 0 if none is refuted.
 
-    Each of the two error rates is bounded with the error probability `error`, so that the result is
-    wrong with at most twice that. It is 0 where the scores refute nothing.
+    Scores, and errors, are those of `threshold_bound`. The result is wrong with a probability of at
+    most twice `error`, in (0, 1).
     """
     from scipy.special import ndtri
 
@@ -239,13 +243,14 @@ def one_run_bound(
     confidence: float = 0.99,
     guesses: Sequence[int] | None = None,
 ) -> LowerBound:
-    """Computes the largest ε that a run's canaries refute, as a bound with the given confidence.
+    """Computes a lower bound of ε at δ from the canaries of one run: the largest that they refute.
 
-    It is 0 if they refute none, and never above 64.
+    It is 0 if they refute none, and never above 64. Source: Steinke, Nasr and Jagielski, Privacy
+    Auditing with One (1) Training Run, NeurIPS 2023.
 
     Args:
         scores: (m,) scores; the higher, the likelier a canary is included.
-        included: (m,) booleans, each of a fair coin of its own.
+        included: (m,) bool, whether each canary was included, by a fair coin of its own.
         delta: in (0, 1).
         confidence: probability, in (0, 1), with which the bound holds.
         guesses: even numbers of canaries to guess, the highest half of them as included and the

@@ -20,7 +20,10 @@ from fedsim.types import Dataset, Tensors, as_pixels
 
 
 class Contributions:
-    """Computes what canaries contribute at the model `start`, by default that before training."""
+    """Computes what canaries contribute at the model `start`, its (parameters, buffers).
+
+    None is the workload's model before training.
+    """
 
     def __init__(self, workload: Workload, start: tuple[Tensors, Tensors] | None = None) -> None:
         self._workload = workload
@@ -28,10 +31,10 @@ class Contributions:
         """(parameters, buffers) of the model at which contributions are computed."""
 
     def client_update(self, *path: int) -> Tensors:
-        """Returns an update on the CPU of twice the L2 norm that the stack allows.
+        """Returns a random update on the CPU, of twice the L2 norm that the stack allows.
 
         The stack has to bound the norm of a client's update. `path`, such as a client's number,
-        selects the random direction.
+        selects the direction, always the same.
         """
         proven = self._workload.stack.guarantees(self._workload.declared)
         # The last stage without a mechanism has the bound that noise is then added to.
@@ -46,10 +49,10 @@ class Contributions:
         return {name: size * value for name, value in toward.items()}
 
     def unit_gradient(self, image: Tensor, label: Tensor) -> Tensors:
-        """Computes the gradient of one example's loss, scaled to a norm of 1, on the CPU.
+        """Computes the gradient of one example's loss, scaled to an L2 norm of 1, on the CPU.
 
         `image` is (1, C, H, W), not normalized: bytes, or pixels in [0, 1]; `label` is its class,
-        0-d. An update of a descent step goes the other way.
+        0-d. A gradient of zero becomes NaN. An update of a descent step goes the other way.
         """
         assert self._workload.spec is not None
         device = self._workload.device
@@ -70,18 +73,18 @@ class Contributions:
 
 
 def images(workload: Workload) -> Dataset:
-    """Returns the workload's data: images, since closed-form learners make no claim to be tried."""
+    """Returns the workload's data, which have to be a Dataset: an AssertionError for a Table."""
     assert isinstance(workload.dataset, Dataset), "closed-form learners make no such claim"
     return workload.dataset
 
 
 def other_label(data: Dataset, label: Tensor) -> Tensor:
-    """Returns the class in the other world of a canary with this `label`, in its shape."""
+    """Returns the class after `label` (0 after the last), a canary's in the other world."""
     return (label + 1) % len(data.classes)
 
 
 def along(update: Tensors, toward: Tensors) -> float:
-    """Returns the inner product of `update` and `toward`, summed over the tensors of `toward`."""
+    """Returns the inner product of two updates on the CPU, over the tensors that `toward` has."""
     return sum(
         float(torch.dot(update[name].flatten().double(), value.flatten().double()))
         for name, value in toward.items()

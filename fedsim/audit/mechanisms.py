@@ -31,7 +31,7 @@ class MechanismVerdict:
     lower_bound: float
     """The largest ε among `bounds`; all of them hold at once with `confidence`."""
     bounds: Mapping[str, float]
-    """ε by method: `threshold`, and `gaussian_dp` where the trade-off curve is a Gaussian one; or
+    """ε by `LowerBound.method`: `threshold`, and `gaussian_dp` for a Gaussian trade-off curve; or
     `one_run`."""
     delta: float
     confidence: float
@@ -67,7 +67,7 @@ def audit(
     """Tries the ε that `mechanism` claims at δ against what an attacker can show of its releases.
 
     Args:
-        mechanism: a name of the privacy calculator.
+        mechanism: name of a mechanism of the privacy calculator that has an experiment.
         keys: values of its experiment's keys; `sabotage` multiplies the noise, unknown to the
             claim.
         delta: in (0, 1).
@@ -77,8 +77,8 @@ def audit(
         method: `two_worlds`, or `one_run` of the mechanism on as many independent rows as draws.
 
     Raises:
-        FedsimError: the mechanism or a key is unknown, a value is missing or out of its range, or
-            there are too few draws or too many.
+        FedsimError: the mechanism or a key is unknown, a value is missing or out of its range,
+            there are too few draws (below 100 of each world) or too many, or a figure is NaN.
     """
     experiment = calculator.make(mechanism, "experiment", keys)
     assert isinstance(experiment, Experiment)

@@ -40,15 +40,16 @@ def scores(
     canaries: int,
     on_progress: Callable[[int, int], None],
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Runs the federation once; returns (m,) scores of the canaries and (m,) coins.
+    """Runs the federation once with canaries; returns their scores and coins, (m,) each.
 
     Both are arguments of `bounds.one_run_bound`: True is a canary that is present. Canaries are
-    ordered by their clients' numbers.
+    ordered by their clients' numbers. It fails as `Client.update`.
 
     Args:
         workload: the federation.
         unit: what the claim hides, an `example`, or a `client`, each of which is then a canary.
-        relation: the neighbours that the claim tells apart.
+        relation: `replace_one` if the coin of an example exchanges its label; otherwise it decides
+            whether it is there.
         canaries: the most examples that are canaries, equally many of a client.
         on_progress: called with (rounds done, all rounds).
     """

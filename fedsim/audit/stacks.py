@@ -26,9 +26,11 @@ _AUDITED: tuple[tuple[Unit, Relation], ...] = (
 
 
 def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> None:
-    """Refuses, by a FedsimError, an audit of stacks that could show nothing.
+    """Refuses, by a FedsimError, an audit that could show nothing of some stack's claim.
 
-    `claims` has each stack's by its name, and `clients` is the number of clients.
+    `claims` has each stack's by its name, and `clients` is the number of clients. One claim at
+    least has to be finite, there have to be canaries for all that are, and one run has at most
+    10,000 canaries, and 20 clients or more for a claim on clients.
     """
     proven = {name: claim for name, claim in claims.items() if claim.unit is not None}
     if not proven:
@@ -82,6 +84,9 @@ def audited_epsilon(
         audit: the scenario's method, canaries and confidence.
         taken: for each client the numbers of the rounds that it takes part in, from 1.
         on_progress: called with (done, total) trainings of the canary, or rounds of one run.
+
+    Raises:
+        FedsimError: as `one_run.scores`, or `two_worlds.scores`.
     """
     assert claim.unit is not None
     assert claim.relation is not None

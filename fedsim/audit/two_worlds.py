@@ -173,14 +173,16 @@ def scores(
     canaries: int,
     on_progress: Callable[[int, int], None],
 ) -> tuple[Array, Array]:
-    """Trains one client many times; returns its (canaries,) scores without the canary and with it.
+    """Trains one client many times; returns its scores without the canary and with it.
 
-    Higher ones are likelier with it.
+    Both are (`canaries`,) float64, the arguments of `bounds.threshold_bound`. It fails as
+    `Client.update`.
 
     Args:
         workload: the federation.
         unit: what the claim hides, a `client` or an `example`.
-        relation: the neighbours that the claim tells apart.
+        relation: `replace_one` if an example like the client's others is in the canary's place
+            without it; otherwise none is.
         taken: for each client the numbers of the rounds that it takes part in, from 1; the canary's
             client is the worst off.
         canaries: number of trainings in each world.
