@@ -148,9 +148,10 @@ class Signatures:
         self._held: Counter[bytes] = Counter()  # bytes of announcements, by key
 
     def claim(self, headers: Mapping[bytes, bytes]) -> _Signature:
-        """Returns the signature among `headers` (as of `vet`), and marks it as used.
+        """Returns the signature among vetted `headers`, with its `key` (PEM), and marks it as used.
 
-        One that is missing, invalid, outside its time or used before raises a `Refusal`.
+        One that is missing, invalid, outside its time or used before raises a `Refusal`, as does a
+        stranger's with a large body.
         """
         signature, signed_at = _verify(headers)
         now = time.time()
@@ -170,12 +171,12 @@ class Signatures:
         return signature
 
     def is_node(self, key: bytes) -> bool:
-        """Returns whether the SuperLink has accepted a request signed with `key`."""
+        """Returns whether the SuperLink has accepted a request signed with `key` (PEM)."""
         return key in self._accepted
 
     @contextmanager
     def holding(self, key: bytes, size: int) -> Iterator[None]:
-        """Counts `size` bytes as held for `key` inside the block; a Refusal (503) if too many."""
+        """Counts `size` bytes as held for `key` in a `with` block; a Refusal (503) if too many."""
         # Small ones pass even if large ones have taken all there is, so that no node blocks the
         # others.
         is_small = size <= _STRANGER_BYTES
@@ -191,7 +192,10 @@ class Signatures:
             self._held += Counter()  # drops keys of which nothing is held, so that none pile up
 
     def settle(self, signature: _Signature, *, is_accepted: bool) -> None:
-        """Records whether the SuperLink accepted the request that `signature` is of."""
+        """Records whether the SuperLink accepted the request of a claimed `signature`.
+
+        A stranger's signature that it did not accept is forgotten, and may be claimed again.
+        """
         if is_accepted:
             self._accepted.add(signature.key)
         # Keys that were never accepted are not remembered, so that strangers fill no memory.

@@ -191,7 +191,7 @@ def register(link: Link, public_key: bytes) -> bool:
     """Registers the owner of `public_key`, in OpenSSH's format, as a node at the SuperLink.
 
     It returns True if the node is new, and False if it was registered before. A FedsimError refuses
-    what is no key, and a key whose node the SuperLink has unregistered for good.
+    what is no key, and a key whose node is unregistered for good, or says that the SuperLink fails.
     """
     try:
         key = load_ssh_public_key(public_key)
@@ -233,7 +233,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def deactivate(link: Link, key: ec.EllipticCurvePrivateKey, node: int) -> None:
-    """Tells the SuperLink that the `node` with this `key` is gone; failures are ignored."""
+    """Tells the SuperLink that the `node` (its number there) with this `key` is gone, if it can."""
     # Else the SuperLink would count the node as connected for a minute, and not let it in again.
     signer = NodeAuthHttpInterceptor(key, key.public_key())
     with _connect(FleetHttpClient, link, "SuperNode", signer) as client, suppress(httpx.HTTPError):
@@ -244,13 +244,15 @@ def deactivate(link: Link, key: ec.EllipticCurvePrivateKey, node: int) -> None:
 def server_app(
     link: Link, config: Mapping[str, str], patience: float, most_bytes: int = ANSWER_BYTES
 ) -> Iterator[tuple[Grid, Context]]:
-    """Starts a run with `config` on the SuperLink, and acts as its ServerApp inside the block.
+    """Starts a run with `config` on the SuperLink, and acts as its ServerApp in a `with` block.
 
-    If the SuperLink refuses, is away, or lets another execute the run, a `FedsimError` says so.
+    The block gets (grid, context). If the SuperLink refuses, is away, or lets another execute the
+    run, a `FedsimError` says so.
 
     Args:
         link: Way to the SuperLink.
-        config: The run's settings: texts called `version`, `scenario`, `stack`, `run` and `held`.
+        config: The run's settings: `version` of `wire`, `scenario` as JSON, names of `stack` and
+            `run`, and `held`, JSON of counts by client; the last three are empty for a census.
         patience: Seconds for which a SuperLink that is away is waited for.
         most_bytes: Size in bytes beyond which an answer becomes an error.
     """

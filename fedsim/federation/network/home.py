@@ -65,7 +65,10 @@ def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data:
 
 
 def make_private(home: Path) -> None:
-    """Makes `home` private; an open folder with what no node has written is a FedsimError."""
+    """Makes the folder `home`, or closes a node's or an empty one to all but its owner.
+
+    Any other folder that is open to other users is a FedsimError.
+    """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not home.stat().st_mode & 0o077:
         return

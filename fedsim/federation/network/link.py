@@ -40,7 +40,7 @@ class Link:
     Results are then the same bytes, but whoever knows the seed can take the noise off."""
 
     def certificates(self) -> bytes | None:
-        """Returns the content of the file `roots` (PEM); None without TLS."""
+        """Returns the bytes of `roots` (PEM), None without; an unreadable file is an OSError."""
         return None if self.roots is None else paths.content(self.roots, paths.TEXT)
 
 

@@ -43,11 +43,12 @@ _NODE = "node.id"
 
 @dataclass(frozen=True, kw_only=True)
 class NodeMembership:
-    """Settings by which a node takes part in federations; `roots` are those of `Link`."""
+    """Settings by which a node takes part in federations."""
 
     superlink: str
     """HOST:PORT of the SuperLink, or of the gate in front of it."""
     roots: Path | None
+    """Certificates of authorities that may vouch for the SuperLink; None: no TLS, on loopback."""
     key: Path | None
     """The node's private key (ECDSA P-384, OpenSSH); None where the SuperLink asks for none."""
     home: Path

@@ -38,7 +38,7 @@ _MOST_TEXT = 50_000_000
 
 
 class NodeApp:
-    """Answers Flower's messages for one client, as the settings in each run's context say."""
+    """Called with a message and its context, answers for one client as the run's settings say."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class NodeApp:
             )
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answers one message.
+        """Answers one message in its `context`; what is refused or fails is a FedsimError.
 
-        What it raises is sent to the server: it tells nothing of the data but their number and
-        shape. Everything else goes to the node's own log, on stderr.
+        That is sent to the server: it tells nothing of the data but their number and shape.
+        Everything else goes to the node's own log, on stderr.
         """
         try:
             return self._answer(message, context)

@@ -100,7 +100,7 @@ class SuperLink:
     context: ssl.SSLContext
 
     async def connect(self) -> Side:
-        """Connects to the SuperLink, and returns the connection."""
+        """Connects to the SuperLink, and returns the connection; a Refusal (502) if that fails."""
         host, port = addresses.split(self.address)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
@@ -161,7 +161,10 @@ class Passage:
         self._idle_since = 0.0
 
     async def exchange(self) -> bool:
-        """Serves one request; returns whether there can be another on this connection."""
+        """Serves one request; returns whether there can be another on this connection.
+
+        A request that does not pass, or gets no answer, raises a `Refusal`.
+        """
         self.request, self.is_answered = "", False
         try:
             async with asyncio.timeout(_HEAD_SECONDS):

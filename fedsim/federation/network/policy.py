@@ -133,7 +133,7 @@ class Policy(BaseModel):
             )
 
     def check_release(self, workload: Workload) -> None:
-        """Raises a FedsimError if releases bypass a listed stack, or a sum has too few clients."""
+        """Raises a FedsimError if statistics bypass a listed stack, or too few share a sum."""
         if not workload.protocol and self.minimum_cohort > 1:
             raise FedsimError(
                 f"defenses.{workload.stack_name}: this node adds its update to others' and releases"
@@ -158,7 +158,7 @@ class Policy(BaseModel):
             )
 
     def check_path(self, path: str) -> None:
-        """Raises a FedsimError unless the policy lists the file at `path`, or a folder of it."""
+        """Raises a FedsimError unless the policy lists the file at `path` or a folder around it."""
         # Resolved, so that neither links nor `..` lead out of an allowed folder.
         own = paths.from_home(path).resolve()
         allowed = [paths.from_home(folder).resolve() for folder in self.paths]

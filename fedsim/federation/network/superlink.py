@@ -119,7 +119,7 @@ class Child:
             time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Ends the program and all that it has started: by SIGTERM, and soon by SIGKILL."""
+        """Ends the program and all that it has started: by SIGTERM, after 8 seconds by SIGKILL."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)  # first alone, so that it ends its own
         with suppress(subprocess.TimeoutExpired):
@@ -134,7 +134,7 @@ def superlink(folder: Path, port: int, log: Path) -> Child:
 
     It speaks TLS and lets in nodes with registered keys alone. `folder` holds its database,
     `superexec.secret`, and the certificates of `keys.make_keys`. The call returns before it
-    listens: `Child.await_port` waits for that.
+    listens: `Child.await_port` waits for that. A FedsimError says that Flower is not installed.
     """
     return Child(
         [

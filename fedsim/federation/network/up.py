@@ -55,7 +55,9 @@ class RunningFederation:
 def federation(
     out: Path, nodes: int, *, paths: list[str], shared_seed: bool
 ) -> Iterator[RunningFederation]:
-    """Starts a SuperLink, its gate and `nodes` nodes; ends them all with the block.
+    """Starts a SuperLink, its gate and `nodes` nodes; ends them all with the `with` block.
+
+    The block gets a `RunningFederation`. A FedsimError says that a part of it does not start.
 
     Args:
         out: The run's folder, in which nodes get folders of their own.

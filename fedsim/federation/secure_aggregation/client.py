@@ -52,7 +52,7 @@ class Memory:
 
 
 class SumClient:
-    """One client of one sum; its five methods are called in order, once each.
+    """One client of a sum: `keys`, `shares`, `mask`, `agree`, `unmask`, in this order, once each.
 
     What is out of turn or breaks the protocol raises an `AbortedError`. After a failure the client
     has forgotten its secrets.
@@ -84,7 +84,7 @@ class SumClient:
         """Draws the client's secrets, and returns the public keys for them.
 
         `secret` is called with a purpose (`sealing`, `masking`, `seed`), and returns 32 bytes that
-        nobody else knows, others for each purpose.
+        nobody else knows, others for each purpose. A second call is an `AbortedError`.
         """
         with self._stage("keys"):
             own = {purpose: secret(purpose) for purpose in ("sealing", "masking", "seed")}
@@ -100,7 +100,11 @@ class SumClient:
             return Published(**{**vars(unsigned), "signature": signature})
 
     def shares(self, directory: Directory) -> dict[int, bytes]:
-        """Splits the client's two secrets among its neighbours; returns a sealed box for each."""
+        """Splits the client's two secrets among its neighbours; returns a sealed box for each.
+
+        A call out of turn is an `AbortedError`. So is a `directory` below a quorum, without this
+        client's keys, or with keys that are not signed by their clients.
+        """
         with self._stage("shares"):
             self._check(directory)
             # Kept because the later stages have to speak of the same directory.
@@ -135,7 +139,8 @@ class SumClient:
 
         `boxes` are those of neighbours that have shared their secrets, by neighbour. `compute`
         returns the vector to add up, and masks are added to it in place. `model` is a digest of all
-        that the vector is computed from, the same for all clients.
+        that the vector is computed from, the same for all clients. Too few boxes, damaged ones and
+        a call out of turn are an `AbortedError`.
         """
         with self._stage("masked"):
             directory = self._directory()
@@ -184,6 +189,9 @@ class SumClient:
             lost: Clients that shared secrets and sent no vector.
             signatures: Signatures of keys and model, by survivor.
             note: Called before this client signs; it may refuse by raising.
+
+        Raises:
+            AbortedError: The sum may not be opened for these clients, or a call is out of turn.
         """
         with self._stage("agree"):
             in_sum, out = set(survivors), set(lost)
@@ -221,8 +229,8 @@ class SumClient:
         """Returns this client's shares of other clients' secrets and of its own, by client.
 
         The share is of the seed for a client in the sum, and of the masking key for a lost client:
-        never both of one client, nor any a second time. Two quorums have an honest client in
-        common, which signs once: only one pair of lists can have a quorum's `signatures`.
+        never both of one client, nor any a second time. `signatures` are those of `agree`, by
+        client; fewer valid ones than a quorum, and a call out of turn, are an `AbortedError`.
         """
         with self._stage("unmask"):
             in_sum = set(self.memory.survivors)

@@ -95,7 +95,7 @@ def model_order(
 
 
 def read_planted(content: RecordDict, parameters: Tensors) -> dict[str, Any] | None:
-    """Reads the weights at which probes are computed; None if they are the model's `parameters`.
+    """Reads the weights, by name, at which probes are computed; None if they are `parameters`.
 
     Weights of other names, shapes or types than these are a MalformedError.
     """

@@ -150,7 +150,7 @@ def _round_vector(
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Says how the vectors of one round are laid out."""
+    """Says how the vectors are laid out that clients add up in one round."""
 
     sums: tuple[SumTerms, ...]
     """Terms of each part, in the order of `plan.parts`."""
@@ -173,7 +173,7 @@ class Layout:
         """Returns a client's vector of all parts, without masks: `length` numbers for each part.
 
         `updates` has one update for each part, in order. `streams` is called with the index of a
-        part, and returns the client's randomness for it.
+        part, from 0, and returns the client's randomness for it. NaN or infinity is a FedsimError.
         """
         found = _to_ring(np.zeros(len(self.sums) * self.length, np.int64), self.ring_bits)
         # Updates come one at a time from a generator, so that no two are in memory together.
@@ -188,7 +188,7 @@ class Layout:
         return found
 
     def sum_of(self, total: Ring, part: int, clients: int) -> Update:
-        """Returns the mean update in one `part` of the opened vector `total` of `clients` clients.
+        """Returns the mean update in a `part`, from 0, of the opened vector of `clients` clients.
 
         The sum of updates, weighted by examples, is divided by the number of examples. With noise,
         weights are examples over `most_examples` (`SumTerms`), and the divisor is the number of
@@ -208,7 +208,7 @@ class Layout:
         return self._decode(part, numbers[:-1], terms.most_examples / weight, count)
 
     def read_masked(self, vector: Ring, part: int) -> Update:
-        """Decodes one part of a client's masked `vector` like an update, as an attacker sees it.
+        """Decodes a `part`, from 0, of a client's masked vector as if it were an update.
 
         The count of examples is masked, too. So nothing is divided by it, and `num_examples` is 1.
         """
@@ -278,14 +278,18 @@ _TRAINING_BITS, _CLOSED_FORM_BITS = 32, 64
 
 
 def parts(server: Server, round: int) -> list[Probe | None]:
-    """Returns what a vector of `round` holds, by part: training (None), then each probe release."""
+    """Returns what each part of a vector of `round` holds: training (None), or a probe release."""
     asked = server.plan(round).probes
     again = range(server.scenario.observe.releases)
     return [None, *(replace(probe, release=release) for release in again for probe in asked)]
 
 
 def terms(server: Server, round: int, run: str = "") -> Terms:
-    """Returns the terms of the sum of `round`; `run` is the run's name if nodes draw secrets."""
+    """Returns the terms of the sum of `round`, whose stack must have secure sums.
+
+    `run` is the run's name if nodes draw secrets, else empty. Fewer than two participants are a
+    FedsimError.
+    """
     participants = server.plan(round).participants
     agreed = server.sum_terms(None)
     # All that decides what clients add: shown another scenario, a client is in another session.

@@ -55,7 +55,7 @@ class SecureSum:
 
         Args:
             grid: The grid that carries the messages.
-            server: What the server knows of the stack.
+            server: The stack's `Server`, of a stack with secure sums.
             round: Number of the round, from 1.
             delivery: How messages travel.
             nodes: Node id by client.
@@ -78,8 +78,11 @@ class SecureSum:
     ) -> _OpenedSum | None:
         """Carries out the sum among `clients`, once; returns None if nothing is opened.
 
-        The tally then has the reason as a line. Of answers it counts the bytes without the parts
-        that are of probes. `on_masked` is called with each client and its masked vector.
+        The tally then has the reason as a line. Else the result has the vector without masks
+        (`total`), the `clients` in it, and one client's `reply`. `ask` makes the order for a masked
+        vector out of the `messages.table` of a client's boxes. `on_masked` is called with each
+        client and its masked vector. Of answers, the tally counts the bytes without the parts that
+        are of probes.
         """
         try:
             self._keys(clients)

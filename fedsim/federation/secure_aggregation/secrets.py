@@ -35,7 +35,7 @@ KEY = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A client's signing key, and the public keys of the other clients."""
+    """A client's signing key, and the public keys of all clients."""
 
     key: Ed25519PrivateKey
     peers: Mapping[int, bytes]
@@ -133,17 +133,17 @@ def agree_key(
 
 
 def own_mask(seed: bytes, session: bytes) -> bytes:
-    """Returns the key, 32 bytes, of the mask that a client adds for itself, made of its `seed`."""
+    """Returns the key, 32 bytes, of a client's own mask in the sum `session`, made of a `seed`."""
     return digest(b"own mask", session, seed)
 
 
 def commit(seed: bytes, session: bytes) -> bytes:
-    """Returns a commitment, 32 bytes, to the seed of a client's own mask; no two seeds share it."""
+    """Returns a commitment, 32 bytes, to the `seed` of a client's own mask in the sum `session`."""
     return digest(b"commitment", session, seed)
 
 
 def add_mask(vector: Ring, key: bytes, sign: int) -> None:
-    """Adds the stream of `key`, 32 bytes, to `vector` in place; `sign` -1 takes it off.
+    """Adds the stream of `key`, 32 bytes, to `vector` in place; `sign` is 1, or -1 to take it off.
 
     A key must mask no second vector.
     """
@@ -197,7 +197,7 @@ def join_shares(shares: Sequence[bytes]) -> bytes:
 def seal(key: bytes, shares: bytes, way: bytes) -> bytes:
     """Encrypts `shares` under a `key` of 32 bytes that must encrypt nothing else; returns a box.
 
-    `way` is authenticated with them, and needed to open the box.
+    `way` names sender and receiver. It is authenticated, and needed to open the box.
     """
     # One nonce for all is safe for the same reason: the key is of this message alone.
     return ChaCha20Poly1305(key).encrypt(bytes(12), shares, way)

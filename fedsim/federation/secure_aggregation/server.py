@@ -26,7 +26,7 @@ from fedsim.words import number_of
 class SumServer:
     """The server of one sum: `publish`, `share`, `add`, `agree` and `reveal`, in this order.
 
-    What needs a quorum of clients raises an `AbortedError` while there are fewer.
+    What needs a quorum of clients (`Terms.quorum`) raises an `AbortedError` while there are fewer.
     """
 
     def __init__(self, terms: Terms) -> None:
@@ -39,24 +39,27 @@ class SumServer:
         self._total: Ring | None = None
 
     def publish(self, directory: Directory) -> None:
-        """Takes the public keys of all clients, by client."""
+        """Takes all clients' public keys; too few and invalid ones are an `AbortedError`."""
         self._enough(len(directory), "published keys")
         check_keys(directory)
         self._directory = directory
 
     def neighbours(self, client: int) -> list[int]:
-        """Returns the clients for whom `client` has to send a box, ascending."""
+        """Returns the clients for whom `client` has to send a box, ascending, after `publish`."""
         return self._terms.neighbours(client, self._directory, directory_digest(self._directory))
 
     def share(self, client: int, boxes: Mapping[int, bytes]) -> None:
-        """Takes the boxes that `client` has sealed, one for each of its neighbours."""
+        """Takes boxes of `client` for all its neighbours; missing ones are an `AbortedError`."""
         sizes = {len(box) for box in boxes.values()}
         if set(boxes) != set(self.neighbours(client)) or sizes != {BOX}:
             raise AbortedError("expected a sealed box for each of its neighbours")
         self._boxes[client] = boxes
 
     def boxes_for(self, client: int) -> dict[int, bytes]:
-        """Returns the boxes that its neighbours have sealed for `client`, by sender."""
+        """Returns the boxes that its neighbours have sealed for `client`, by sender.
+
+        It is an `AbortedError` until a quorum of clients has shared its secrets.
+        """
         self._enough(len(self._boxes), "shared their secrets")
         return {
             sender: self._boxes[sender][client]
@@ -70,7 +73,10 @@ class SumServer:
         return sorted(self._boxes)
 
     def add(self, client: int, vector: Ring, signature: bytes) -> None:
-        """Adds a masked vector to the sum without keeping it, and keeps its signature."""
+        """Adds a masked vector to the sum without keeping it, and keeps its signature.
+
+        A client without boxes, a second vector and one of another length are an `AbortedError`.
+        """
         if client not in self._boxes or client in self._signatures:
             raise AbortedError(f"client {client} has no vector to add, or has added it")
         if self._total is None:
@@ -89,7 +95,7 @@ class SumServer:
 
     @property
     def survivors(self) -> list[int]:
-        """Clients whose vectors are in the sum, ascending."""
+        """Clients whose vectors are in the sum, ascending; an `AbortedError` below a quorum."""
         self._enough(len(self._signatures), "sent a masked vector")
         return sorted(self._signatures)
 
@@ -104,15 +110,15 @@ class SumServer:
 
     @property
     def agreed(self) -> Mapping[int, bytes]:
-        """Signatures of the lists of clients in the sum and lost, by client."""
+        """Signatures of `survivors` and `lost`, by client; an `AbortedError` below a quorum."""
         self._enough(len(self._agreed), "agreed to who is in the sum")
         return self._agreed
 
     def reveal(self, answers: Mapping[int, Mapping[int, bytes]]) -> Ring:
-        """Takes all masks off the sum and returns it, once; after an error it stays closed.
+        """Takes all masks off the sum and returns it, once.
 
         `answers` holds shares, by the client that gave them and then by the client whose secret
-        they are of.
+        they are of. Too few or wrong shares are an `AbortedError`, which ends the sum.
         """
         self._enough(len(answers), "gave shares")
         survivors = self.survivors

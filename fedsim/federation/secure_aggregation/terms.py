@@ -45,7 +45,7 @@ _ROUNDING = 1e-9
 
 
 def least(members: int, threshold: float) -> int:
-    """Returns the least number of `members` that is a majority and a share of `threshold`."""
+    """Returns the least number of `members` that is a majority and has a share of `threshold`."""
     # A majority, so that any two such sets share a member, who consents to one sum only.
     return max(members // 2 + 1, math.ceil(threshold * members - _ROUNDING))
 
@@ -125,8 +125,9 @@ class Terms:
         """Returns the clients with whom `client` shares masks and secrets, ascending; symmetric.
 
         These are all others below 100 clients, or where no smaller number is safe. Otherwise they
-        are the k clients of the `directory` within k / 2 places on a ring (a Harary graph: Bell et
-        al., CCS 2020, Section 3). `digest`, of their published keys, decides the order on it.
+        are the k (`degree`) clients of the `directory` within k / 2 places on a ring (a Harary
+        graph: Bell et al., CCS 2020, Section 3). `digest`, of their published keys, decides the
+        order on it.
         """
         # Sorted input and a seeded permutation give the server and every client the same ring.
         everyone = sorted(directory)
