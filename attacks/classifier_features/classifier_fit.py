@@ -59,33 +59,36 @@ _DETERMINED = 0.03  # relative error of features (a cosine of 0.9995) up to whic
 
 @dataclass(kw_only=True)
 class ClassifierSolver(FeatureSolver):
-    """Searches labels and features together, and descends the best ones to the end."""
+    """Searches the features and labels of a batch that explain a linear classifier's gradient."""
 
     problem: Consistency | Profile
+    """Gradient to explain: by its row space (`Consistency`) or in whole (`Profile`)."""
     pool: Tensor
     """(P, d): features that starts are drawn from."""
     rng: torch.Generator
     labels: Tensor
-    """(N,): read off the gradient, from which the search starts."""
+    """(N,) int64: read off the gradient, from which the search starts."""
     starts: int
     """Unit of the number of starts: four times as many at first, eight times to the end."""
     iterations: int
     exchanges: int
+    """Maximum number of `rounds`; it and `iterations` are as in `ClassifierFit`."""
     best: Fits | None = None
     """The best fit so far, of one start; None before any."""
     first: ClassifierSolver | None = None
-    """The search of another problem of the same gradient, which comes first; None for none. Starts
-    lead elsewhere there, and sooner."""
+    """Another search of the same gradient that comes first, as its starts lead to an answer sooner;
+    None for none."""
     path: LocalPath | None = None
     """Path of several local steps, whose middle is fitted first; None for a single step."""
     deep: bool = False
     """Whether the best start has been descended to the end."""
     rounds: int = 0
+    """Rounds so far in which images were replaced."""
     failed: int = 0
     """Rounds since the last that found anything better."""
 
     def improve(self) -> None:
-        """Tries the labels that were read, exchanges images, or ends with the best there is."""
+        """Takes a step: descends from starts, replaces images, or ends and sets `over`."""
         if self.first is not None and not self.first.finished:
             self._search(self.first)
         elif self.best is None:
@@ -192,7 +195,7 @@ class ClassifierSolver(FeatureSolver):
         return self.problem.unknowns(features)
 
     def reconstruction(self) -> Reconstruction:
-        """Returns features and labels of `best`, with masks of those determined and certified."""
+        """Returns features (N, d) and labels of `best`, with masks `determined` and `certified`."""
         assert self.best is not None
         features, labels = self.best.features[0], self.best.labels[0]
         errors = widen_bounds(bound_errors(self.problem, self.best, 0))

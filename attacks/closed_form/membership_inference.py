@@ -35,7 +35,8 @@ class MembershipInference(DirectAttack):
     """Says of a given row, by the likelihood ratio, whether a release was computed from it.
 
     Sketches and coefficients of all methods, alone and summed, are judged by their exact
-    distributions; kernel regressions against a row like the others. All other rows are known.
+    distributions. Kernel regressions are judged against a row like the others in the given one's
+    place. All other rows are known.
     """
 
     paper: ClassVar[str] = (
@@ -55,7 +56,8 @@ class MembershipInference(DirectAttack):
     ) -> Reconstruction:
         """Returns ln P(release | row) - ln P(release | no such row), as `membership` (1,).
 
-        An AttackFailed says that there is no candidate, or that the other rows are not known.
+        An AttackFailed says that there is no candidate, the other rows are not known, or the
+        release is not of them and one more.
         """
         if knowledge.candidate is None:
             raise AttackFailed("there is no candidate to ask about")

@@ -49,10 +49,10 @@ _UNIFORM_VARIANCE = 1 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """Holds a normal distribution of rows before they are scaled to the bound, cut off at ranges.
+    """Holds the missing row's prior: a normal distribution before scaling, cut off at ranges.
 
-    Its mean and covariance are those of the other rows and of as many rows as there are columns of
-    which nothing is known, so that few others do not make it too sure.
+    Its mean and covariance are drawn from the other rows towards those of an unknown row, so that
+    few others do not make it too sure.
     """
 
     mean: Tensor
@@ -64,24 +64,24 @@ class Prior:
     high: Tensor
     """(d + 1,): largest value of each entry; 1 for the constant feature."""
     row_norm: float
-    """Bound on the Euclidean norm of a row with its target, to which clients scale."""
+    """Bound on the L2 norm of a row with its target, to which clients scale longer ones."""
     targets: tuple[float, ...]
     """Values that the target can have if it is one of two classes; else empty."""
 
     def log_density(self, rows: Tensor) -> Tensor:
-        """Computes the log density (k,) of `rows` (k, d + 1) without ranges, up to a constant."""
+        """Computes the log density (k,) of `rows` (k, d + 1), not cut off, up to a constant."""
         deviation = rows - self.mean
         return -((deviation @ self.precision) * deviation).sum(1) / 2
 
     def scale_rows(self, rows: Tensor) -> Tensor:
-        """Scales down, as clients do, those of the rows (n, d + 1) that exceed the norm's bound."""
+        """Returns `rows` (n, d + 1), those scaled down that are longer than `row_norm`."""
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         scaled: Tensor = rows * (self.row_norm / norm.clamp_min(1e-300)).clamp(max=1)
         return scaled
 
 
 def prior(spec: ReleaseSpec, knowledge: Knowledge, learned: bool) -> Prior:
-    """Builds the missing row's prior, from the other rows if `learned`, else from public facts."""
+    """Builds the missing row's prior: from the other rows if `learned`, else from `spec` alone."""
     size = len(spec.names)
     low, high = -torch.ones(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
     rows = torch.zeros(0, size, dtype=torch.float64)
@@ -241,21 +241,21 @@ class RowReconstruction(Attack[_RowSearch]):
     reads: ClassVar[tuple[Payload, ...]] = (*KNOWN, *KERNELS)
 
     prior: Literal["others", "ranges"] = "others"
-    """Expectation of a row: like the others, or anything within the declared ranges."""
+    """Expectation of the row: like the `others`, or anything within the declared `ranges`."""
     iterations: Annotated[int, Field(ge=1, le=100_000)] = 100
     """Iterations of the search from one start, at most."""
     starts: Annotated[int, Field(ge=1, le=100)] = 3
     """Starting points, the most likely of those at hand."""
     samples: Annotated[int, Field(ge=0, le=1_000_000)] = 500
-    """Draws of each part of the posterior for its mean; 0: its maximum is returned instead, of a
-    kernel regression the released row itself."""
+    """Number of draws of each part of the posterior, for its mean. With 0 the maximum is returned;
+    of a kernel regression, the released row itself."""
     alpha: bool = True
     """Whether a kernel regression's coefficients α̃ are used, too."""
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _RowSearch:
-        """Chooses the likeliest of closed-form estimates as starts; of a kernel regression none."""
+        """Chooses the likeliest starts, for a kernel none; AttackFailed without the other rows."""
         if observation.payload in KERNELS:
             return self._match(observation, knowledge, rng)
         known = release_likelihood(observation, knowledge)
@@ -280,7 +280,7 @@ class RowReconstruction(Attack[_RowSearch]):
         )
 
     def step(self, state: _RowSearch) -> _RowSearch:
-        """Searches from the next start."""
+        """Searches from the next start, which is one iteration, and keeps the likeliest row."""
         assert isinstance(state.posterior, _RowPosterior)
         row = self._search(state.posterior, state.starts[state.iteration])
         loss = state.posterior.loss(row[None])[0]
@@ -290,11 +290,11 @@ class RowReconstruction(Attack[_RowSearch]):
         )
 
     def terminate(self, state: _RowSearch) -> bool:
-        """Says whether all starts have been searched from."""
+        """Returns whether all starts have been searched from."""
         return state.iteration >= len(state.starts)
 
     def postprocess(self, state: _RowSearch) -> Reconstruction:
-        """Returns the estimated row, scaled to the norm's bound and cut to [-1, 1], as `rows`."""
+        """Returns the estimate as `rows` (1, d + 1), scaled to the bound and cut to [-1, 1]."""
         posterior, maxima = state.posterior, [row for _, row in state.candidates]
         row = posterior.scale_rows(maxima[0][None])
         if self.samples:

@@ -133,8 +133,7 @@ class _GradientDistance(IterativeAttack[_Descent]):
 class DeepLeakage(_GradientDistance):
     """Matches the update in squared distance by L-BFGS, over images and soft labels together.
 
-    Only labels that the threat model declares known are taken as given: the method infers them
-    itself.
+    Labels that the threat model declares known are taken as given; all others are optimized.
     """
 
     reads_truncated: ClassVar[bool] = True
@@ -148,7 +147,7 @@ class DeepLeakage(_GradientDistance):
 class IDLG(_GradientDistance):
     """Reads the labels off the last layer first, then matches the update over images alone.
 
-    `label_weight` and `pattern` make it CPL (Wei et al.), for instance 0.1 and 4.
+    `label_weight` and `pattern`, such as 0.1 and 4, make it Client Privacy Leakage (Wei et al.).
     """
 
     paper: ClassVar[str] = (
@@ -168,7 +167,7 @@ class IDLG(_GradientDistance):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _Descent:
-        """Draws images from N(0, `initial_std`²), tiled by any `pattern`; AttackFailed of rows."""
+        """Draws images from N(0, `initial_std`²); AttackFailed if `pattern` is to tile rows."""
         descent = super().init(observation, knowledge, rng)
         if self.pattern:
             if observation.model.columns:

@@ -51,7 +51,10 @@ class Generator(nn.Module):
     """Draws pixels (N, C, H, W) in (0, 1) from codes (N, latent), whose lengths do not count."""
 
     def __init__(self, shape: tuple[int, ...], latent: int, width: int) -> None:
-        """Draws layers of `width` channels, a multiple of 8, from torch's global stream."""
+        """Draws weights from torch's global stream.
+
+        `shape` is (C, H, W), and `width` the channels of each layer, a multiple of 8.
+        """
         super().__init__()
         self.shape, self.latent, self.width = shape, latent, width
         channels, height, columns = shape
@@ -67,7 +70,7 @@ class Generator(nn.Module):
         self.rest = nn.Sequential(*parts, nn.Conv2d(width, channels, 1), nn.Sigmoid())
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Draws pixels (N, C, H, W) in (0, 1) from `codes` (N, latent)."""
+        """Draws pixels (N, C, H, W) in (0, 1) from `codes` (N, latent), none of them all zero."""
         # All codes have the length that N(0, I) has: Adam may not leave it for what is untrained.
         codes = codes * codes.square().mean(1, keepdim=True).rsqrt()
         pixels: Tensor = self.rest(self.first(codes).unflatten(1, self._base))
@@ -99,7 +102,7 @@ def fit_generator(
     seed: int,
     report: Callable[[int, Tensor], None] = lambda iteration, loss: None,
 ) -> Generator:
-    """Fits a generator to images, with a code for each.
+    """Returns a generator that draws `images`, trained with a code of 128 entries for each.
 
     Args:
         images: Pixels (M, C, H, W) in [0, 1].
@@ -147,7 +150,10 @@ class _Header(BaseModel):
 
 
 def pack_generator(generator: Generator, public: str) -> bytes:
-    """Packs `generator` into a safetensors file that names `public`, its training data."""
+    """Returns `generator` as a safetensors file's bytes, which name `public`, its training data.
+
+    A ValidationError refuses widths below 16 or above 1,024.
+    """
     header = _Header(
         shape=generator.shape, latent=generator.latent, width=generator.width, public=public
     )
@@ -213,12 +219,12 @@ class _GeneratorSearch(SearchState):
 
 @final
 class GenerativePrior(IterativeAttack[_GeneratorSearch]):
-    """Matches the update's direction by what a generator draws: trained elsewhere, or untrained.
+    """Matches the update's direction by images that a generator draws, trained or untrained.
 
-    Two methods: with an untrained generator it is not that of Jeon et al. With one that is trained,
-    by `weights` or `training_iterations` (GIAS), codes are searched first, from N(0, 1); then a
-    copy of the generator for each image is trained further, at the codes of least own loss.
-    Untrained (GION), one of random weights is trained at random codes, by its gradients' signs.
+    If it is trained, by `weights` or `training_iterations` (GIAS), codes are searched first, from
+    N(0, 1). Then a copy of the generator for each image is trained further, at the codes of least
+    own loss. If it is untrained (GION), its random weights are trained at random codes, by the
+    signs of their gradients.
     """
 
     reads_truncated: ClassVar[bool] = True
@@ -232,15 +238,16 @@ class GenerativePrior(IterativeAttack[_GeneratorSearch]):
     """Safetensors file of a generator that `benchmarks/train_generator.py` has trained on public
     data; default: untrained. `~` is the home directory."""
     public: str | None = None
-    """Name of the public data that `weights` was trained on, as its file states it."""
+    """Name of the public data that `weights` was trained on, as its file states it; None without
+    it."""
     training_iterations: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Steps that train a generator, before each attack, on the public images that the threat model
     grants (`knowledge.public`), in place of `weights`. Default: none."""
     iterations: Annotated[int, Field(ge=1)] = 5500
     """Steps of Adam in both stages; each divides its step size by 10 at 3/8, 5/8 and 7/8."""
     latent_iterations: Annotated[int, Field(ge=0)] | None = None
-    """Number of them that search codes, before the others train weights; default: one in eleven
-    of a trained generator, none of an untrained one."""
+    """Number of `iterations` that search codes, before the others train weights; default: one in
+    eleven of a trained generator, none of an untrained one."""
     latent_rate: Annotated[float, Field(gt=0)] = 0.03
     """Step size of codes."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.001
@@ -272,7 +279,7 @@ class GenerativePrior(IterativeAttack[_GeneratorSearch]):
         return Grant.least(labels="inferred", public=public)
 
     def brings(self) -> tuple[str, ...]:
-        """Returns the name of the public data of a trained generator; else nothing."""
+        """Returns `public=` and the name, if a generator is read from a file; else nothing."""
         return () if self.public is None else (f"public={self.public}",)
 
     def init(
@@ -311,7 +318,7 @@ class GenerativePrior(IterativeAttack[_GeneratorSearch]):
         )
 
     def step(self, state: _GeneratorSearch) -> _GeneratorSearch:
-        """Takes a step of Adam, in the codes first and in the weights later."""
+        """Takes a step of Adam: of the codes at first, of the weights later."""
         if state.iteration == self._searching_codes():
             self._start_weights(state)
         with torch.enable_grad():

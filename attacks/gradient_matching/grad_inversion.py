@@ -46,12 +46,12 @@ class _Group(AttackState):
 
 @final
 class GradInversion(IterativeAttack[_Group]):
-    """Several seeds match the gradient, held to image priors and to their common mean.
+    """Matches the gradient by several batches at once (seeds), held to image priors and their mean.
 
     Labels are taken as the threat model grants them (inferred ones by `label_inference`, in place
     of the paper's rule, which takes a batch to hold no label twice); if it grants none, soft labels
     are optimized with the images. The batch-norm term is there if the threat model grants
-    statistics. The paper registers the seeds' images by RANSAC-flow, which needs a trained network;
+    statistics. The paper aligns the seeds' images by RANSAC-flow, which needs a trained network;
     here by an exact search over whole shifts. Weights are in units of the relative squared
     distance, and of means over pixels where the paper has sums.
     """
@@ -63,11 +63,11 @@ class GradInversion(IterativeAttack[_Group]):
     """Steps of Adam; each of them differentiates the gradient of every seed. The default is the
     paper's: say which share of it a shorter run has."""
     seeds: Annotated[int, Field(ge=1, le=64)] = 8
-    """Candidates that are optimized jointly."""
+    """Number of candidate batches that are optimized jointly."""
     step_size: Annotated[float, Field(gt=0)] = 0.1
     """Step size of Adam, in units of normalized pixels; falls as a cosine, to 0."""
     warmup: Annotated[int, Field(ge=0)] = 50
-    """Iterations in which the step size rises, linearly."""
+    """Number of iterations in which the step size rises, linearly."""
     total_variation: Annotated[float, Field(ge=0)] = 0.1
     """α_TV: weight of the mean absolute difference of neighbouring pixels."""
     norm: Annotated[float, Field(ge=0)] = 0.001
@@ -75,16 +75,16 @@ class GradInversion(IterativeAttack[_Group]):
     batch_norm: Annotated[float, Field(ge=0)] = 0.1
     """α_BN: weight of the distance of batch norm's inputs from the granted statistics."""
     group: Annotated[float, Field(ge=0)] = 0.1
-    """α_group: weight of the root mean square distance of a seed from the registered mean."""
+    """α_group: weight of the root mean square distance of a seed from the mean of aligned seeds."""
     reach: Annotated[int, Field(ge=0, le=16)] = 1
-    """Largest shift of the registration, in pixels."""
+    """Largest shift by which seeds are aligned, in pixels."""
     noise: Annotated[float, Field(ge=0)] = 0.2
     """α_n: standard deviation of the Langevin noise of a step, in units of its step size."""
     tensors: ComparedTensors = "all"
     """Tensors of the update that are matched: all, or all but the classifier's head (body)."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> _Group:
-        """Draws random images for every seed; labels are known, inferred or soft."""
+        """Draws random images for each seed; labels as the class says. See `Attack.init`."""
         calls = self.iterations * self.seeds
         matching = Matching(observation, calls=calls, tensors=self.tensors)
         labels = granted_labels(observation, knowledge)
@@ -103,7 +103,7 @@ class GradInversion(IterativeAttack[_Group]):
         )
 
     def step(self, state: _Group) -> _Group:
-        """Takes a noisy step of Adam for all seeds, projected onto valid pixels."""
+        """Takes a noisy step of Adam for all seeds, and projects them onto valid pixels."""
         evaluated = [self._fidelity(state, one) for one in state.images]
         losses, slopes, logit_slopes = zip(*evaluated, strict=True)
         state.loss = torch.stack(losses).min()
@@ -124,7 +124,7 @@ class GradInversion(IterativeAttack[_Group]):
         return state
 
     def postprocess(self, state: _Group) -> Reconstruction:
-        """Returns the images of the seed, or of the seeds' registered mean, with the least loss."""
+        """Returns images and labels of the seed, or the mean of aligned seeds, of least loss."""
         # The registered mean may be better than any seed, and is judged by the same loss.
         answers = torch.cat([state.images, _consensus(state.images, self.reach)[None]])
         losses = torch.stack([self._fidelity(state, answer)[0] for answer in answers])

@@ -61,9 +61,8 @@ class InvertingGradients(IterativeAttack[_Inversion]):
 
     Images start at N(0, 1) and stay valid pixels. Labels are taken as the threat model grants them;
     if it grants none, soft labels are optimized with the images. Defaults are as in the authors'
-    code, but for the weight of the variation;
-    `signs: soft, pattern: 4, variation: opponents, decay: cosine` is `modern` of the public suite,
-    but for its regularization of features, which wants a last layer with a bias.
+    code, but for the weight of the variation. The attack `modern` of breaching is `signs: soft,
+    pattern: 4, variation: opponents, decay: cosine`, but for its regularization of features.
     """
 
     takes_rows: ClassVar[bool] = True
@@ -78,12 +77,13 @@ class InvertingGradients(IterativeAttack[_Inversion]):
     """Fall of the step size: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine,
     to 0, after it has risen over the first 50."""
     distance: Literal["cosine", "gaussian", "likelihood"] = "cosine"
-    """Distance of updates: 1 - cosine, kernels of each tensor (Wang et al.), or, of an update with
-    announced noise, its negative log likelihood per pixel (Balunović et al.). With the last,
-    `total_variation` is the prior's: 1 over the expected difference of neighbouring pixels, about 4
-    for photographs."""
+    """Distance of updates. `cosine`: 1 - cosine. `gaussian`: kernels of each tensor (Wang et al.).
+    `likelihood`: negative log likelihood per pixel, of an update with announced noise (Balunović et
+    al.); `total_variation` is then the prior's: 1 over the expected difference of neighbouring
+    pixels, about 4 for photographs."""
     signs: Literal["hard", "soft"] = "hard"
-    """Function of a slope g that Adam descends: its sign, or tanh(s g) / s, where s falls to 0."""
+    """Function of a slope g that Adam descends. `hard`: its sign. `soft`: tanh(s g) / s, s falling
+    to 0."""
     pattern: Annotated[int, Field(ge=1)] | None = None
     """Side in pixels of the random patch that each image starts as a tiling of; default: none."""
     total_variation: Annotated[float, Field(ge=0)] = 0.1
@@ -106,7 +106,7 @@ class InvertingGradients(IterativeAttack[_Inversion]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _Inversion:
-        """Draws random images; labels are known, inferred or soft.
+        """Draws random images; labels are as the class says.
 
         An AttackFailed refuses to tile or stretch rows, and a likelihood without announced noise.
         """
@@ -150,7 +150,7 @@ class InvertingGradients(IterativeAttack[_Inversion]):
         return state
 
     def postprocess(self, state: _Inversion) -> Reconstruction:
-        """Returns images, or rows as `records`, of the least loss, and labels."""
+        """Returns `images`, or rows of a table as `records`, of least loss, and their labels."""
         images, labels = state.matching.undo_changes(state.best, state.best_labels, state.rng)
         box = state.matching.box
         entries = state.matching.pixels(expose(images, box) if self.stretched else images)
@@ -196,7 +196,7 @@ def regularized(
     weight: float,
     variation: Variation = total_variation,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Computes distance + `weight` variation (0-d), and its slopes; of rows the distance alone.
+    """Returns distance + `weight` variation (0-d), and its slopes; of rows the distance alone.
 
     Args:
         matching: The observed update.

@@ -26,10 +26,11 @@ class _Drawn(SearchState):
 
 @final
 class PriorOnly(IterativeAttack[_Drawn]):
-    """Minimizes the total variation of images that it draws, and nothing else.
+    """Minimizes the total variation of images that it draws, and nothing else, as a control.
 
-    With the defaults it controls feature_inversion; factored_inversion has `prior: pixel`,
-    `variation: chromatic` and 0.02, and behind noise and group norm `stretched`.
+    With the defaults it is that of feature_inversion. That of factored_inversion has `prior:
+    pixel`, `variation: chromatic`, `total_variation: 0.02` and, behind noise and group norm,
+    `stretched`.
     """
 
     paper: ClassVar[str] = "fedsim: control (Ulyanov et al., Deep Image Prior, CVPR 2018)"
@@ -38,7 +39,8 @@ class PriorOnly(IterativeAttack[_Drawn]):
     iterations: Annotated[int, Field(ge=1)] = 100
     """Steps of Adam; more only make the images flatter."""
     prior: Canvas = "unet"
-    """Variables that are optimized: the weights of an untrained U-Net, or pixels from N(0, 1)."""
+    """Variables that are optimized: the weights of an untrained U-Net, or random pixels, alone or
+    with coarser images that are added to them (`pyramid`)."""
     width: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Channels of the U-Net at full resolution."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None

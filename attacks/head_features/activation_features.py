@@ -34,12 +34,12 @@ _ROUNDING = 1e-6  # error of a float32 sum, over the sum of its terms' magnitude
 
 
 class Peeling(FeatureSolver):
-    """Finds rows of single images and takes them off the others, round by round."""
+    """Finds planted neurons whose gradient is of one image, and takes it off others', in rounds."""
 
     def __init__(self, head: HeadGradient, tolerance: float, consistency: float) -> None:
-        """Prepares the first round; AttackFailed without planted ReLU neurons' gradient.
+        """Prepares the first round; AttackFailed without a gradient of planted ReLU neurons.
 
-        `tolerance` and `consistency` are as `ActivationFeatures` has them.
+        `head` is the observed gradient; the others are as in `ActivationFeatures`.
         """
         if not head.config.planted:
             raise AttackFailed(
@@ -68,16 +68,16 @@ class Peeling(FeatureSolver):
 
     @property
     def finished(self) -> bool:
-        """Whether all features are known, or no further row is that of a single image."""
+        """Whether all features are known, or the last round found no neuron of a single image."""
         return self.stuck or len(self.shares) >= self.head.num_images
 
     @property
     def features(self) -> Tensor:
-        """The known features (n, d) float64."""
+        """Features (n, d) float64 that are known so far; n may be 0."""
         return _feature(self.shares)
 
     def improve(self) -> None:
-        """Runs a round: finds features in rows of single images, and takes them off all rows."""
+        """Runs a round, one iteration: finds features of single images, taken off all rows."""
         head = self.head
         weights, bias = head.hidden[head.planted].double(), head.bias[head.planted].double()
         shares, errors = self._single_images(weights, bias)
@@ -150,7 +150,10 @@ class Peeling(FeatureSolver):
         return [neurons[group == g] for g in largest.tolist() if size[g] >= least]
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the known features (n, d), then an orthonormal basis of the rest of the span."""
+        """Returns the known features (n, d), then an orthonormal basis of the rest of the span.
+
+        The loss is the share of the length of ∂L/∂A that they leave unexplained.
+        """
         features, head = self.features, self.head
         missing = head.rank - len(features)
         if missing > 0:
@@ -181,7 +184,8 @@ class ActivationFeatures(FeatureAttack[Peeling]):
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """Relative difference of rows that count as equal."""
     consistency: Annotated[float, Field(gt=0, lt=1)] = 1e-3
-    """Relative error of ∂L/∂A at which a row still counts as one image's."""
+    """Relative error of ∂L/∂A, the output weights' gradient, at which a row still counts as one
+    image's."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Peeling:
         """Prepares the first round; AttackFailed without planted ReLU neurons."""

@@ -74,21 +74,21 @@ class _Best(FeatureSolver):
 
 @final
 class BestFeatures(FeatureAttack[_Best]):
-    """Peels off what is exact, fits the rest, and keeps what reproduces the observation best."""
+    """Recovers features: peels off what is exact, fits the rest, and keeps what explains most."""
 
     paper: ClassVar[str] = (
         "fedsim: activation_features, head_fit and unrolled_features, chosen by consistency"
     )
 
     iterations: Annotated[int, Field(ge=100)] = 1500
-    """Iterations of the fit, or of each trial of the unrolling; it mostly ends earlier."""
+    """Iterations of the fit, or of each trial over several steps; it mostly ends earlier."""
     starts: Annotated[int, Field(ge=1)] = 4
-    """Starts of the fit, and as many more if these lead astray."""
+    """Number of random starts of the fit, and as many more if these lead astray."""
     trials: Annotated[int, Field(ge=1)] = 16
-    """Trials of the unrolling."""
+    """Number of fits over several local steps, as in unrolled_features."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> _Best:
-        """Peels features where rows can be exact, and chooses the solver for the remaining ones."""
+        """Peels features, and chooses the solver for the rest; AttackFailed without such a head."""
         head = HeadGradient.read(observation)
         peeling = _peel(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss
