@@ -33,7 +33,7 @@ _MEMORY = 30  # steps that are remembered, over several runs
 
 
 def lbfgs(variable: Tensor) -> torch.optim.LBFGS:
-    """Makes an L-BFGS optimizer of `variable`, of any shape, with 20 iterations a step at most."""
+    """Makes an L-BFGS optimizer of leaf tensor `variable`, with 20 iterations a step at most."""
     return torch.optim.LBFGS(
         [variable],
         max_iter=ITERATIONS,
@@ -49,7 +49,10 @@ _SPREAD = 0.5  # distance of starting features from their common direction, over
 
 
 def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Iterator[Tensor]:
-    """Yields `count` starts (N, d): a common direction plus one of the likely span, by `rng`."""
+    """Yields `count` guesses of features (N, d): a common direction plus one of the likely span.
+
+    `rng` is on the CPU; N images and d dimensions are those of `head`, whose neurons are planted.
+    """
     # Stein's lemma: the mean of ∂L/∂A_kj w_j is in proportion to Σ_i D_ki x_i.
     weights, outer = head.hidden[head.planted], head.grad_output[:, head.planted]
     # Σ_j ∂L/∂A_kj has the sign of Σ_i D_ki: multiplied by it, all classes' sums have one sign.
@@ -209,7 +212,11 @@ _STUCK = 1.03  # loss over that which noise leaves, from which a fit is in a loc
 
 
 class OutputFit:
-    """Fits ∂L/∂A from several starts, and goes on from the best of them."""
+    """Fits features X to ∂L/∂A from several starts, and goes on from the best of them.
+
+    W, b are weights of the head's hidden layer, A those of its output layer, and D the images'
+    error signals. The loss is the share of ∂L/∂A's energy that D σ(X W' + b) leaves unexplained.
+    """
 
     def __init__(
         self,
@@ -224,7 +231,7 @@ class OutputFit:
 
         Args:
             head: the observed gradient.
-            starts: features (N, d) each.
+            starts: features (N, d) each; at least one.
             splitting: whether to leave local minima by splitting features.
             all_neurons: whether all neurons count from the start, not a subset.
             weights: least number of entries of W in a subset.
@@ -256,34 +263,34 @@ class OutputFit:
 
     @property
     def all_neurons(self) -> bool:
-        """Whether all neurons count by now."""
+        """Whether all neurons count by now, and not a subset."""
         return self.objective.head is self.head
 
     @property
     def noise_floor(self) -> float:
-        """The loss that the best fit of ∂L/∂A has by noise alone."""
+        """Loss that noise alone leaves to the best fit of ∂L/∂A; 0 without noise."""
         unknowns = self.features.numel() + len(self.features) * len(self.head.output)
         return self.objective.noise_floor(self.noise, unknowns)
 
     @property
     def incomplete(self) -> bool:
-        """Whether more of the gradient is left unexplained than noise can account for."""
+        """Whether the loss is more than noise, or rounding, can account for."""
         return float(self.loss) > max(_EXPLAINED, _STUCK * self.noise_floor)
 
     @property
     def stuck(self) -> bool:
-        """Whether the fit is in a local minimum that a split of features may leave."""
+        """Whether a split of features, not tried yet, may leave a local minimum."""
         return self.splitting and not self.splits_failed and self.incomplete
 
     @property
     def converged(self) -> bool:
-        """Whether iterations, splits and fits of the rows no longer improve the fit."""
+        """Whether iterations, splits and fits of the rows of ∂L/∂W no longer improve the fit."""
         return self.all_neurons and self.settled and not self.stuck and not self.fits_rows
 
     def improve(self, budget: int) -> int:
-        """Fits from a start, goes on from the best, or tries splits; returns iterations made.
+        """Fits from a start, goes on from the best, or tries splits; returns the iterations made.
 
-        `budget` limits the iterations of splits and of a fit of the rows.
+        `budget` limits the iterations of splits, and of a fit of the rows of ∂L/∂W.
         """
         if self.untried:
             self._run(_ScaledDescent(self.objective, self.untried.pop(0)))
@@ -390,13 +397,17 @@ _NEARLY = 1e-4  # share that a coarse fit may leave; directions that it lacks ar
 class OutputSolver(FeatureSolver):
     """Fits ∂L/∂A, and once more from other starts if the first attempt ends in a local minimum.
 
-    Behind a head with a `basis`, features are coordinates in it; only `reconstruction` lifts them.
+    Where the head was restricted to a `basis`, features are coordinates in it. Only
+    `reconstruction` turns them into features of the model.
     """
 
     def __init__(
         self, attempt: OutputFit, budget: int, second_starts: Sequence[Tensor] = ()
     ) -> None:
-        """Prepares `attempt`, and another from `second_starts`, of `budget` iterations together."""
+        """Prepares `attempt`, and another fit if there are `second_starts`, features (N, d) each.
+
+        `budget` is the number of iterations of both together, which starts may exceed.
+        """
         super().__init__(loss=attempt.loss)
         self.attempt, self.budget, self.second_starts = attempt, budget, list(second_starts)
         self.first: tuple[Tensor, Tensor] | None = None
@@ -412,7 +423,7 @@ class OutputSolver(FeatureSolver):
 
     @property
     def nearly_finished(self) -> bool:
-        """Whether neither iterations nor splits gain much, or next to nothing is left."""
+        """Whether iterations and splits gain little, or less than 0.01% of the energy is left."""
         fit = self.attempt
         settled = fit.settled and not fit.stuck
         return not fit.untried and (settled or float(fit.loss) < _NEARLY)
@@ -423,7 +434,7 @@ class OutputSolver(FeatureSolver):
         return self.attempt.incomplete and bool(self.second_starts)
 
     def improve(self) -> None:
-        """Takes a step of the present attempt, or begins the second."""
+        """Takes a step of the present attempt, or begins the second; adds to `iteration`."""
         fit = self.attempt
         if fit.converged and self._trapped and not fit.untried:
             self.first = fit.loss, fit.features
@@ -434,7 +445,7 @@ class OutputSolver(FeatureSolver):
 
     @property
     def best(self) -> tuple[Tensor, Tensor]:
-        """Loss (0-d) and features (N, d) of the better attempt."""
+        """Loss (0-d) and features (N, d), not in true lengths, of the better attempt."""
         fit = self.attempt
         if self.first is not None and not (fit.all_neurons and fit.loss < self.first[0]):
             return self.first
@@ -447,16 +458,16 @@ class OutputSolver(FeatureSolver):
 
     @property
     def errors(self) -> Tensor:
-        """The error signals D (K, N) with which the best features explain ∂L/∂A best."""
+        """Error signals D (K, N) of K classes with which the best features explain ∂L/∂A best."""
         return Objective(self.attempt.head)(self.best[1]).errors
 
     def scale_features(self) -> Tensor:
-        """Returns the best features (N, d), brought to their true lengths by `find_norms`."""
+        """Returns the best features (N, d), brought to the lengths that ∂L/∂A implies."""
         features = self.best[1]
         return features * find_norms(self.attempt.head, features, self.errors)[0][:, None]
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the best features (N, d), with the lengths of `scale_features`, and no labels.
+        """Returns the best features (N, d), in true lengths, and no labels.
 
         The loss is the share of ∂L/∂A's energy that they leave unexplained.
         """
@@ -468,7 +479,10 @@ class OutputSolver(FeatureSolver):
 
 
 def fit_output(head: HeadGradient, features: Tensor, budget: int) -> Tensor:
-    """Fits ∂L/∂A from `features` (N, d) in `budget` iterations; returns features (N, d)."""
+    """Returns features (N, d), in true lengths, that fit ∂L/∂A, descending from `features` (N, d).
+
+    `budget` is the number of iterations. An AttackFailed says that ∂L/∂A is empty.
+    """
     fit = OutputFit(head, [features], splitting=False, all_neurons=True)
     solver = OutputSolver(fit, budget)
     while not solver.finished:
@@ -488,7 +502,7 @@ class CoarseToFine(FeatureSolver):
             head: the gradient in all directions.
             coarse: the fit in a few directions, of a gradient that `head` restricts to them.
             budget: iterations of both fits together, at most.
-            second_starts: features (N, d) for a second attempt of the fine fit.
+            second_starts: features (N, d) for a second attempt of the fine fit; empty: none.
         """
         super().__init__(loss=coarse.loss)
         self.head, self.budget, self.second_starts = head, budget, second_starts
@@ -497,7 +511,7 @@ class CoarseToFine(FeatureSolver):
 
     @property
     def finished(self) -> bool:
-        """Whether the fine fit has come to its end."""
+        """Whether the fine fit has begun and ended."""
         return self.fine and self.fit.finished
 
     def improve(self) -> None:
@@ -515,7 +529,7 @@ class CoarseToFine(FeatureSolver):
 
     @property
     def misfit(self) -> Tensor:
-        """Misfit of the present fit, see `OutputSolver.misfit`."""
+        """Relative residual of ∂L/∂A in the present fit (0-d). See `OutputSolver.misfit`."""
         return self.fit.misfit
 
     def reconstruction(self) -> Reconstruction:
@@ -525,7 +539,7 @@ class CoarseToFine(FeatureSolver):
 
 @final
 class HeadFit(FeatureAttack[OutputSolver]):
-    """Fits ∂L/∂A of a two-layer head by variable projection: L-BFGS over the features.
+    """Fits features to ∂L/∂A, the output weights' gradient in a two-layer head, by L-BFGS.
 
     It works under noise, pruning and clipping, for any activation. Features have signs and lengths.
     """

@@ -23,7 +23,7 @@ _CHUNK = 4096  # rows that are brought to float64 at once
 
 @final
 class SpectralFeatures(DirectAttack):
-    """Finds the span of the features, by the leading right-singular vectors of ∂L/∂W.
+    """Finds the span of the features: the leading right-singular vectors of ∂L/∂W, hidden weights.
 
     It returns an orthonormal basis: the span is what is recovered, not single features.
     """
@@ -49,9 +49,10 @@ class SpectralFeatures(DirectAttack):
 
 
 def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Computes leading right-singular vectors (rank, d) of `rows` (m, d), the strongest first.
+    """Returns the leading right-singular vectors (rank, d) of `rows` (m, d), the strongest first.
 
-    Returns also the share of the rows' energy outside their span (0-d). Both are float64.
+    `rank` is at most d. The second part is the share of the rows' energy outside of their span
+    (0-d), from 0 to 1. Both are float64.
     """
     # As eigenvectors of rows' rows they cost m d², and are exact down to 1e-8 of the strongest.
     gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
@@ -65,7 +66,7 @@ def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes ascending eigenvalues (n,) and eigenvectors, as columns, of a symmetric matrix."""
+    """Returns ascending eigenvalues (n,) and, as columns, eigenvectors of a symmetric `matrix`."""
     # LAPACK's divide and conquer may give up on equal eigenvalues, as of the few rows that heavy
     # pruning leaves; QR iteration does not.
     try:

@@ -38,7 +38,7 @@ _CHUNK = 4096  # points whose outer products are formed at once
 
 
 def second_moment(g: Tensor, w: Tensor) -> Tensor:
-    """Computes (1/m) Σ_j g_j H_2(w_j), (d, d), from values `g` (m,) and points `w` (m, d)."""
+    """Computes (1/m) Σ_j g_j (w_j w_j' - I), (d, d), from values `g` (m,) and points `w` (m, d)."""
     moment = w.T @ (g[:, None] * w) / len(w)
     return moment - g.mean() * torch.eye(w.shape[1]).to(w)
 
@@ -154,11 +154,12 @@ _ROUNDING = 5e-7  # share of the longest singular value below which is rounding
 
 @final
 class TensorFeatures(DirectAttack):
-    """Moments of ∂L/∂A with Hermite functions of the planted weights, and their decomposition.
+    """Decomposes moments of ∂L/∂A with Hermite functions H_p of the planted weights W.
 
-    Recovers directions, not norms. The defaults are the plain estimator that the paper writes down.
-    `variance_reduction`, `whiten` and `rows: all` have the same expected moments and less variance;
-    together they reach the level that the paper reports (docs/feature-recovery.md).
+    A are the head's output weights. Directions are recovered, not norms. The defaults are the plain
+    estimator that the paper writes down. `variance_reduction`, `whiten` and `rows: all` have the
+    same expected moments and less variance; together they reach the level that the paper reports
+    (docs/feature-recovery.md).
     """
 
     follows_tensor_rate: ClassVar[bool] = True
@@ -167,8 +168,8 @@ class TensorFeatures(DirectAttack):
     )
 
     variance_reduction: bool = False
-    """Whether g loses its constant and linear part in W, which have zero expected moments but most
-    of the variance. The paper does not."""
+    """Whether values g of ∂L/∂A lose their constant and linear part in W, which have zero expected
+    moments but most of the variance. The paper does not."""
     whiten: bool = False
     """Whether W (W'W / m)^(-1/2), of sample covariance I, replaces W. The paper keeps W."""
     rows: Literal["combined", "all"] = "combined"
@@ -178,7 +179,8 @@ class TensorFeatures(DirectAttack):
     iterations: Annotated[int, Field(ge=1)] = 100
     """Iterations of the power method for the span."""
     contraction: Literal["auto", "second", "third"] = "auto"
-    """The matrix: Σ g H_2, or Σ g H_3(I, I, a); by the activation's k_2 if `auto`."""
+    """Matrix whose eigenvectors give the span: Σ g H_2 (`second`), or Σ g H_3(I, I, a) with a
+    random direction a (`third`). `auto` takes the latter if E[σ''] of the activation is 0."""
     refine: bool = False
     """Whether the answer descends from the decomposition to what the head's gradient shows, norms
     included. The paper does not: its answer is the decomposition."""
@@ -188,7 +190,7 @@ class TensorFeatures(DirectAttack):
     best, and the order says nothing."""
 
     def required(self) -> Grant:
-        """Returns the grant that is needed: the true features if `oracle` is set."""
+        """Returns the true features if `oracle` is set, else `needs`. See `Attack.required`."""
         return Grant.least(features="known") if self.oracle else self.needs
 
     def reconstruct(
@@ -196,7 +198,7 @@ class TensorFeatures(DirectAttack):
     ) -> Reconstruction:
         """Returns features (N, d), of length 1 unless `refine`; the loss is what they leave.
 
-        An AttackFailed says that the head has no planted neurons.
+        An AttackFailed says that there is no two-layer head, or that it has no planted neurons.
         """
         head = HeadGradient.read(observation)
         estimates, residual = self._decompose(head, rng)

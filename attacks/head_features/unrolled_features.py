@@ -40,7 +40,7 @@ _STATIC, _NEARLY_STATIC = 2e-3, 2e-2
 
 
 class UnrolledSolver(FeatureSolver):
-    """Fits the features of all steps in trials, until the first head explains those of its own."""
+    """Fits the features of all local steps, in trials, until the first step's are explained."""
 
     def __init__(
         self, head: HeadGradient, iterations: int, trials: int, rng: torch.Generator
@@ -51,7 +51,7 @@ class UnrolledSolver(FeatureSolver):
             head: the observed gradient.
             iterations: iterations of each fit, at most.
             trials: fits at most; the first that is consistent ends the search.
-            rng: stream of the random starts.
+            rng: stream of the random starts, on the CPU.
         """
         if not head.exact:
             raise AttackFailed(
@@ -88,7 +88,7 @@ class UnrolledSolver(FeatureSolver):
         return float(self.loss) < _EXPLAINED or self.ended >= (1 if self.static else self.trials)
 
     def improve(self) -> None:
-        """Takes a step of the present trial's fit, or ends the trial."""
+        """Takes a step of the present trial's fit, or ends the trial and prepares the next."""
         if not self.fit.finished:
             before = self.fit.iteration
             self.fit.improve()
@@ -99,7 +99,7 @@ class UnrolledSolver(FeatureSolver):
             self._end_trial()
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the first step's features (N, d), or one an image where only that nearly fits."""
+        """Returns features (N, d) of the first step, or of all steps where only such nearly fit."""
         apart = self.common is None or self.loss < _EXPLAINED
         features = self.first_step if self.common is None or apart else self.common
         return Reconstruction(
@@ -184,7 +184,7 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
 
     The row space has to be exact: no noise, pruning or quantization. The loss is the largest part
     of a feature's error signal that the head before the first step does not imply. If features are
-    the same in all steps, it is the part of ∂L/∂A that they do not explain.
+    the same in all steps, it is the part of ∂L/∂A, the output weights' gradient, left unexplained.
     """
 
     paper: ClassVar[str] = (

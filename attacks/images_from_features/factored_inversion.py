@@ -435,10 +435,10 @@ class _FactoredInversionState(SearchState):
 class FactoredInversion(IterativeAttack[_FactoredInversionState]):
     """Recovers features, labels and error signals; then inverts the body with them held fixed.
 
-    It needs no knowledge of labels, and no head of the server's making: an ordinary classifier of
-    more classes than images tells as much (of a shallow body, directions of tensors are compared),
-    and so does, of more images, a layer whose inputs `extreme_rays` finds. Several local steps are
-    taken for one of the mean gradient, and then, if the body is not deep, simulated.
+    It needs no knowledge of labels, and no planted head: an ordinary classifier of more classes
+    than images tells as much (of a shallow body, directions of tensors are compared). Of more
+    images, a layer whose inputs `extreme_rays` finds tells it. Several local steps are taken for
+    one of the mean gradient, and then, if the body is not deep, simulated.
     """
 
     reads_truncated: ClassVar[bool] = True
@@ -451,14 +451,17 @@ class FactoredInversion(IterativeAttack[_FactoredInversionState]):
     iterations: Annotated[int, Field(ge=1)] = 1500
     """Steps of Adam."""
     step_size: Annotated[float, Field(gt=0)] = 0.1
-    """Step size in normalized pixels, falling as a cosine; twice as much against directions."""
+    """Step size in normalized pixels, falling as a cosine; twice it where directions are
+    compared."""
     total_variation: Annotated[float, Field(ge=0)] = 0.02
-    """Weight of the mean absolute difference of neighbouring pixels, three times that in color;
-    it falls to 0.4 of it. More as noise demands; against directions it falls from ten times it."""
+    """Weight of the mean absolute difference of neighbouring pixels, three times that in color; it
+    falls to 0.4 of it. Noise raises it; where directions are compared it falls from ten times
+    it."""
     feature_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the relative squared distance of features; a tenth of it against directions."""
+    """Weight of the relative squared distance of features; a tenth of it with directions."""
     jump_width: Annotated[float, Field(ge=0)] = 1.0
-    """Width of slopes' jumps in second derivatives, in units of a layer's inputs; 0 keeps jumps."""
+    """Width over which jumps of activations' slopes are smoothed in second derivatives, in units of
+    a layer's inputs; 0 keeps jumps."""
 
     public: bool = True
     """Whether public images, if the threat model grants any, are a prior."""
@@ -466,7 +469,7 @@ class FactoredInversion(IterativeAttack[_FactoredInversionState]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _FactoredInversionState:
-        """Recovers features, or compares the whole update without any; draws random images."""
+        """Recovers features, or none where that fails; draws random images. See `Attack.init`."""
         seed = int(torch.randint(2**31, (), generator=rng))
         public = knowledge.public_images if self.public else None
         # What images look like has to count for more the more noise there is.
@@ -500,7 +503,7 @@ class FactoredInversion(IterativeAttack[_FactoredInversionState]):
         )
 
     def step(self, state: _FactoredInversionState) -> _FactoredInversionState:
-        """Takes a step of Adam, projected onto valid pixels, or one that peels stages."""
+        """Takes a step of Adam, projected onto valid pixels, or inverts stages of the body."""
         while state.phases.over(state.iteration):
             state.best = state.shown
             state.phases.follow(state.best)
@@ -535,7 +538,7 @@ class FactoredInversion(IterativeAttack[_FactoredInversionState]):
         return state
 
     def postprocess(self, state: _FactoredInversionState) -> Reconstruction:
-        """Returns the images of least loss; features that were not refitted keep certificates."""
+        """Returns images of least loss, labels and features; certificates if these stayed."""
         told, phase = state.recovered, state.phase
         if told is None or phase.features is None or told.features is not phase.features:
             told = Reconstruction(loss=0.0, iterations=0)

@@ -83,11 +83,11 @@ class _FeatureInversionState(SearchState):
 
 @final
 class FeatureInversion(IterativeAttack[_FeatureInversionState]):
-    """Matches the update's direction through a U-Net that is told the recovered features.
+    """Matches the update's direction by images that a U-Net draws from the recovered features.
 
-    The user names an attack that recovers features (`features_from`). Labels are read off these
-    features if they explain the head's gradient. Otherwise labels are those that the threat model
-    grants. The batch-norm term is used if the threat model grants statistics.
+    Another attack recovers these (`features_from`). Labels are read off the features if they
+    explain the head's gradient. Otherwise labels are those that the threat model grants. The
+    batch-norm term is used if the threat model grants statistics.
     """
 
     paper: ClassVar[str] = (
@@ -110,7 +110,7 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
     """Step size of Adam; default 0.001 for the U-Net and 0.1 for pixels. The paper states 0.00001,
     which draws next to nothing in 10,000 iterations."""
     decay: Decay = "steps"
-    """Fall of the step size: a tenth at 3/8, 5/8 and 7/8 of the iterations, or a cosine."""
+    """Fall of the step size: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or a cosine."""
     pixels_first: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the iterations in which a pyramid of pixels is descended. The U-Net then learns to
     draw them, and goes on. The paper's starts from random weights."""
@@ -141,7 +141,8 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
     share of the update is compared in squared distance, as `factored_inversion` does; not where
     features are in doubt, and not over several local steps or clients."""
     jump_width: Annotated[float, Field(ge=0)] = 0.0
-    """Width of slopes' jumps in second derivatives, in units of a layer's inputs; 0 keeps jumps."""
+    """Width over which jumps of activations' slopes are smoothed in second derivatives, in units of
+    a layer's inputs; 0 keeps jumps."""
 
     @field_validator("features_from")
     @classmethod
@@ -149,12 +150,12 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
         return resolved(source)
 
     def required(self) -> Grant:
-        """Returns the grant that the attack needs that recovers features; without one, its own."""
+        """Returns what the attack of `features_from` requires; without one, `needs`."""
         source = source_attack(self.features_from)
         return self.needs if source is None else source.required()
 
     def brings(self) -> tuple[str, ...]:
-        """Names the data that this attack, or the one that recovers features, has beforehand."""
+        """Returns what this attack and that of `features_from` bring. See `Attack.brings`."""
         source = source_attack(self.features_from)
         own = super(FeatureInversion, self.model_copy(update={"features_from": "none"})).brings()
         return own if source is None else own + source.brings()
@@ -162,7 +163,7 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _FeatureInversionState:
-        """Recovers features; draws random pixels, or a U-Net of random weights."""
+        """Recovers features, or raises their AttackFailed; draws random pixels or weights."""
         # Recovery gets a seed, so that what it draws does not change where drawing starts.
         seed = int(torch.randint(2**31, (), generator=rng))
         told = self._recover(observation, knowledge, seed)

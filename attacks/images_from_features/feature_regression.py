@@ -39,15 +39,22 @@ _TIE = 1e-6  # relative difference of cross-validated errors up to which they ar
 
 @final
 class ImageDistribution:
-    """Normal distributions of N images, with one covariance for all and a mean for each."""
+    """Normal distributions of N images, with one covariance for all and a mean for each.
+
+    A call with normalized images (N, C, H, W) returns how unlikely they are (0-d, 1 for a draw),
+    and its gradient in them.
+    """
 
     def __init__(self, means: Tensor, precision: Tensor, shape: torch.Size) -> None:
-        """Takes `means` (N, C, h, w) and `precision` (C h w, C h w) of images of `shape` (H, W)."""
+        """Takes `means` (N, C, h, w), normalized, of images of `shape` (H, W) averaged to (h, w).
+
+        `precision` is the inverse covariance (C h w, C h w).
+        """
         self._means, self._precision, self._shape = means, precision, shape
 
     @property
     def means(self) -> Tensor:
-        """(N, C, H, W), normalized: the images of least expected squared error."""
+        """Images (N, C, H, W), normalized, of least expected squared error."""
         if self._means.shape[2:] == self._shape:
             return self._means.clone()
         return F.interpolate(self._means, tuple(self._shape), mode="bilinear")
@@ -65,10 +72,13 @@ class ImageDistribution:
 
 @final
 class ImagePrior:
-    """The distribution of public images, and that of images whose features are known."""
+    """Holds the distribution of public images, and that of images whose features are known."""
 
     def __init__(self, observation: Observation, images: Tensor) -> None:
-        """Computes features of public `images` (P >= 2, C, H, W), uint8; else AttackFailed."""
+        """Computes features of public `images` (P, C, H, W), uint8, by the observed model.
+
+        An AttackFailed refuses fewer than two images, or another shape than the victim's.
+        """
         if images.shape[1:] != observation.model.input_shape or len(images) < 2:
             raise AttackFailed(
                 f"the public images are {tuple(images.shape)}, and a regression on features takes "
@@ -199,7 +209,10 @@ class FeatureRegression(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns images, labels, features and the features' loss; AttackFailed as `ImagePrior`."""
+        """Returns images, labels, features and the features' loss.
+
+        An AttackFailed says that public images do not fit, or that no features were recovered.
+        """
         assert knowledge.public_images is not None
         prior = ImagePrior(observation, knowledge.public_images)
         seed = int(torch.randint(2**31, (), generator=rng))

@@ -33,7 +33,7 @@ class ImprintAttack(DirectAttack):
     divided. Several local steps move the weights, so that rows drift within a piece: there the two
     rows where pieces meet are compared, as in the paper.
 
-    Exact are images that are alone in their bin, also of a clipped update, also of several clients.
+    Images that are alone in their bin are exact, also of a clipped update or several clients.
     Others come out as their mean, weighted by their part in the gradient.
     """
 
@@ -42,7 +42,7 @@ class ImprintAttack(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns images (N, C, H, W), largest gradients first, and repeats them if too few.
+        """Returns images (N, C, H, W), largest gradients first, and repeats if too few stand out.
 
         An AttackFailed says that the model has no imprint module, or that no image stands out.
         """

@@ -243,7 +243,7 @@ class _PixelPosterior(AttackState):
 
 @final
 class SplineInversion(IterativeAttack[_PixelPosterior]):
-    """Reads a batch off the first layer of a KAN's update, in closed form.
+    """Reads a batch off the first layer of a Kolmogorov-Arnold network's update, in closed form.
 
     Without noise the images of a batch are exact, if they are no more than the hidden units, also
     of a clipped update, of several local steps and of several clients' aggregate. Under noise,
@@ -263,7 +263,7 @@ class SplineInversion(IterativeAttack[_PixelPosterior]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _PixelPosterior:
-        """Unmixes the images of the batch, or raises AttackFailed where it cannot."""
+        """Separates the images; AttackFailed of other models, or fewer hidden units than images."""
         gradient = _SplineGradient.read(observation)
         count = observation.num_images
         hidden, entries, functions = gradient.tensor.shape
@@ -317,7 +317,7 @@ class SplineInversion(IterativeAttack[_PixelPosterior]):
         return state
 
     def terminate(self, state: _PixelPosterior) -> bool:
-        """Says whether `iterations` are over, or no pixel changed by 1e-6 in the last."""
+        """Returns whether `iterations` are over, or no pixel changed by 1e-6 in the last sweep."""
         return state.iteration >= self.iterations or bool(state.largest_change < _SETTLED)
 
     def postprocess(self, state: _PixelPosterior) -> Reconstruction:

@@ -40,7 +40,7 @@ _UNSUMMED = 1e-5  # share of the bias's gradient that rounding may leave of its 
 
 @final
 class LabelInference(DirectAttack):
-    """Reads the labels of a batch off the last layer's gradient. Recovers no images."""
+    """Reads the labels of a batch off the last layer's gradient; it recovers no images."""
 
     takes_rows: ClassVar[bool] = True
     reads_truncated: ClassVar[bool] = True
@@ -53,7 +53,11 @@ class LabelInference(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns labels (N,) as `infer_labels`; the loss is counts' mean distance to integers."""
+        """Returns labels (N,), in any order; the loss is the counts' mean distance to integers.
+
+        `certified` (N,) says whether the gradient has room for no others. It fails as
+        `infer_labels`.
+        """
         labels, residual = _infer(observation)
         sure = _are_demanded(observation, labels)
         certified = torch.full_like(labels, sure, dtype=torch.bool)

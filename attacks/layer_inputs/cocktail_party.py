@@ -63,16 +63,15 @@ class _Unmixing(AttackState):
 class CocktailParty(IterativeAttack[_Unmixing]):
     """Unmixes the inputs of a fully connected layer by independent component analysis.
 
-    The layer is the first whose inputs are the image; else the first from which all features
-    follow, and its inputs are embeddings. Their images are returned if `image_iterations` is above
-    0.
+    The layer is the first one that takes the image, or else from whose inputs all features follow.
+    Images are returned of the former or, by `image_iterations`, of the latter.
     """
 
     on_processor: ClassVar[bool] = True
     paper: ClassVar[str] = "Kariyappa et al., Cocktail Party Attack, ICML 2023"
 
     iterations: Annotated[int, Field(ge=1)] = 5000
-    """Steps of Adam."""
+    """Steps of Adam that unmix the inputs."""
     step_size: Annotated[float, Field(gt=0)] = 0.01
     """Step size of Adam."""
     slope: Annotated[float, Field(gt=0)] = 1.0
@@ -102,11 +101,11 @@ class CocktailParty(IterativeAttack[_Unmixing]):
         return _Unmixing(observation, layers[0], self.step_size, rng)
 
     def total(self) -> int:
-        """Returns the number of steps of unmixing and of inverting embeddings, for progress."""
+        """Returns the number of steps that unmix inputs and then find images, for progress."""
         return self.iterations + self.image_iterations
 
     def terminate(self, state: _Unmixing) -> bool:
-        """Says whether unmixing and, if needed, inverting embeddings are done."""
+        """Returns whether unmixing and, if images are sought, their descent are done."""
         return state.iteration >= (self.iterations if state.layer.pixels else self.total())
 
     def step(self, state: _Unmixing) -> _Unmixing:
@@ -160,7 +159,7 @@ class CocktailParty(IterativeAttack[_Unmixing]):
         return state
 
     def postprocess(self, state: _Unmixing) -> Reconstruction:
-        """Returns features, and images if the layer is the first or embeddings were inverted."""
+        """Returns features (N, d), and images if the layer takes them or pixels were descended."""
         found = self._unmix(state)
         if state.inversion is None:
             return found

@@ -46,7 +46,7 @@ class LossTrajectory(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the score of each candidate, as `membership` (N,); AttackFailed without any."""
+        """Returns scores, larger for members, as `membership` (N,); AttackFailed without any."""
         candidates = require_candidates(knowledge)
         asked = candidates.inputs, candidates.labels
         seen = candidates.of_victim(observation)
@@ -81,7 +81,7 @@ class GradientSimilarity(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns mean similarities over rounds as `membership` (N,); AttackFailed of none."""
+        """Returns mean similarities as `membership` (N,); AttackFailed without candidates."""
         candidates = require_candidates(knowledge)
         asked, each = (candidates.inputs, candidates.labels), []
         for seen in candidates.of_victim(observation):
@@ -93,7 +93,7 @@ class GradientSimilarity(DirectAttack):
 
 @final
 class FedMIA(DirectAttack):
-    """Scores candidates by how far the attacked client stands out from all others."""
+    """Scores candidates by how far the attacked client stands out from all others, the null."""
 
     takes_rows: ClassVar[bool] = True
     asked_of_candidates: ClassVar[bool] = True
@@ -107,8 +107,8 @@ class FedMIA(DirectAttack):
     updates of more than 262,144 entries."""
     statistic: Literal["probability", "log_probability", "z"] = "probability"
     """Average over rounds: the normal probability of a lower measurement under the null, its
-    logarithm, or the number of standard deviations. That one takes half of each candidate's
-    variance from all candidates."""
+    logarithm, or the number of standard deviations (`z`), with half of each candidate's variance
+    taken from all candidates."""
 
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator

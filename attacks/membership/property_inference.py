@@ -31,7 +31,7 @@ _PRIORS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25)
 
 @final
 class PropertyInference(DirectAttack):
-    """Answers shares of an update's examples, or of all data of each client that took part."""
+    """Estimates shares of classes in an update's batches, or of classes or columns in all data."""
 
     takes_rows: ClassVar[bool] = True
     needs: ClassVar[Grant] = Grant.least(public="test")
@@ -48,7 +48,7 @@ class PropertyInference(DirectAttack):
     `clients`: shares in all data of each client of the last update, from all recorded rounds."""
     columns: tuple[str, ...] = ()
     """Columns of a table whose shares of categories, or mean of a quantity, are told instead of
-    classes. They need `of: clients`."""
+    classes. They need `of: clients`. Empty: classes are told."""
 
     @model_validator(mode="after")
     def _columns_of_clients(self) -> Self:
@@ -58,7 +58,7 @@ class PropertyInference(DirectAttack):
 
     @property
     def joins_rounds(self) -> bool:
-        """Whether recordings of all rounds are looked at together."""
+        """Whether `of` is `clients`: recordings of all rounds are then read together."""
         return self.of == "clients"
 
     def reconstruct(

@@ -34,7 +34,7 @@ from fedsim_attacks.membership._measures import (
 
 @final
 class ShadowLikelihood(DirectAttack):
-    """Scores candidates by how likely shadow clients with them, and without, are as measured.
+    """Scores candidates by the likelihood ratio of shadow clients that hold them, or do not.
 
     Shadows train as the client declared, without its defenses.
     """
@@ -59,9 +59,10 @@ class ShadowLikelihood(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the sum over rounds of each log-likelihood ratio, as `membership` (N,).
+        """Returns the sum over rounds of log-likelihood ratios, as `membership` (N,).
 
-        An AttackFailed says that shadows lack examples, or do not sample as the client does.
+        An AttackFailed says that candidates or shadows' examples lack, or batches are drawn
+        otherwise.
         """
         candidates = require_candidates(knowledge)
         pool = _ShadowPool(candidates, knowledge, self.held)

@@ -25,7 +25,7 @@ from fedsim_attacks.membership._presence_fit import append_public, fit_presence
 
 @final
 class SourceInference(DirectAttack):
-    """Answers a score of each client for each record: how likely it holds it."""
+    """Scores how likely each client holds each record, for records that one of them holds."""
 
     takes_rows: ClassVar[bool] = True
     asked_of_candidates: ClassVar[bool] = True
@@ -45,7 +45,7 @@ class SourceInference(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns scores (N, K) of records and ascending clients, as `source` of `more`.
+        """Returns scores (N, K) as `source` of `more`: N records, and K clients, ascending.
 
         An AttackFailed says that there are no records, or that nothing tells clients apart.
         """

@@ -37,7 +37,7 @@ class UpdateMembership(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the sum over rounds of each score, of about unit spread, as `membership` (N,)."""
+        """Returns sums of scores over rounds as `membership` (N,); AttackFailed without any."""
         candidates = require_candidates(knowledge)
         examples = append_public((candidates.inputs, candidates.labels), knowledge, self.public)
         total = torch.zeros(len(candidates.labels), dtype=torch.float64)
