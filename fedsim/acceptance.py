@@ -40,17 +40,12 @@ class Accepted:
     deployed: Deployed | None
     """Facts about clients on other machines; None if clients run in this machine's processes."""
     servers: Mapping[str, Server]
-    """Stack's name -> its `Workload`, which holds all clients' data; with `deployed`, a `Server`
-    without any."""
+    """Stack's name -> its `Workload` with all clients' data; if `deployed`, a `Server` without."""
     claims: Mapping[str, PrivacyClaim]
     """Stack's name -> privacy claim after all rounds, by the ledger."""
 
     def lines(self) -> list[str]:
-        """Returns what a user reads before a run, as lines of text.
-
-        They state the counts of data, rounds, local steps and probes, on which privacy depends.
-        Last comes `describe_claim` of each stack that has a defense.
-        """
+        """Returns lines to print before a run: counts of data and rounds, defended stacks' ε."""
         scenario = self.scenario
         first = next(iter(self.servers.values()))
         held, schedule = first.census.held, first.schedule
@@ -88,10 +83,7 @@ class Accepted:
 
 
 def describe_left_out(described: Dataset | Table) -> list[str]:
-    """Returns one line on the files or columns that the data source found and did not use.
-
-    The list is empty if it used all.
-    """
+    """Returns one line on the files or columns that the data source did not use; empty for none."""
     if not described.left_out:
         return []
     total = sum(count for _, count in described.left_out)
@@ -101,10 +93,7 @@ def describe_left_out(described: Dataset | Table) -> list[str]:
 
 
 def describe_near_copies(server: Server) -> list[str]:
-    """Returns one line on how many images of observed clients nearly copy public images.
-
-    The list is empty without such images, for rows of a table, and for clients that are elsewhere.
-    """
+    """Returns one line on observed clients' images that nearly copy public ones; empty for none."""
     if not isinstance(server, Workload) or not isinstance(server.dataset, Dataset):
         return []
     if server.dataset.columns:
@@ -119,10 +108,7 @@ def describe_near_copies(server: Server) -> list[str]:
 
 
 def describe_claim(server: Server, claim: PrivacyClaim) -> str:
-    """Returns one line on the ε that `claim` states for the stack of `server`.
-
-    It names the reason of an ε of ∞, and the noise that was found for each requested ε.
-    """
+    """Returns one line on a stack's ε, the reason of an ∞, and the noise found for an asked ε."""
     found = [
         f"noise_multiplier {multiplier:g} for epsilon {target.epsilon:g}, "
         for target, multiplier in spending.found_noises(server.stack)
@@ -167,9 +153,8 @@ def open_scenario(
 ) -> Document | Mapping[str, Any] | Scenario:
     """Opens a scenario file with `overrides` (`a.b=value`); returns any other scenario as it is.
 
-    Raises:
-        ScenarioError: the file cannot be read, or an override is wrong.
-        FedsimError: there are overrides of a scenario that is no file.
+    A ScenarioError says what is wrong with a file or override, a FedsimError that there are
+    overrides and no file.
     """
     if isinstance(scenario, str | Path):
         return open_document(scenario, overrides)
@@ -192,10 +177,7 @@ def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator
 
 
 def place_of(index: int, variants: Sequence[Variant]) -> str:
-    """Returns the prefix of stages of `variants[index]`: `2/4 ` for index 1 of a sweep of four.
-
-    It is empty without a sweep.
-    """
+    """Returns `2/4 `, a prefix of stages, for `index` 1 of four variants; empty without a sweep."""
     return f"{index + 1}/{len(variants)} " if variants[index].label else ""
 
 

@@ -113,10 +113,7 @@ class _JobTape:
 
 
 class ServerTap(FLComponent):  # type: ignore[misc]
-    """Records on the server the models that clients are sent, and the answers as they arrive.
-
-    Models are recorded after the server's filters, answers before them.
-    """
+    """Records the models that clients are sent, after the server's filters, and answers, before."""
 
     def __init__(self, out: str, max_gib: float = 8.0) -> None:
         """Makes a component for the server of a job, which records in `out/run-<run_id>`.
@@ -129,11 +126,7 @@ class ServerTap(FLComponent):  # type: ignore[misc]
         self._tape = _JobTape(self.out, "server", max_gib)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Records a model that NVFlare is about to send, or an answer that has arrived.
-
-        The events are AFTER_TASK_DATA_FILTER and BEFORE_TASK_RESULT_FILTER; others are ignored. A
-        failure to record is only logged.
-        """
+        """Records a model once it is filtered, and an answer before; failures are only logged."""
         if event_type == EventType.AFTER_TASK_DATA_FILTER:
             task = fl_ctx.get_prop(FLContextKey.TASK_DATA)
             _guard(lambda: self._tape.note_order(task, fl_ctx, _peer(fl_ctx)))
@@ -178,8 +171,7 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Records the model of a task before its execution, and watches its training until after.
 
-        The events are BEFORE_TASK_EXECUTION and AFTER_TASK_EXECUTION; others are ignored. A failure
-        to record is only logged.
+        All other events are ignored; a failure to record is only logged.
         """
         if event_type == EventType.BEFORE_TASK_EXECUTION:
             task = fl_ctx.get_prop(FLContextKey.TASK_DATA)
@@ -193,11 +185,7 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
             self._watch.close()
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> None:
-        """Records the client's answer `dxo`, its filters, and what it trained on since the order.
-
-        None is returned, so that NVFlare sends the answer as it is. A failure to record is only
-        logged.
-        """
+        """Records the answer `dxo`; None says to send it as it is. Failures are only logged."""
         filters = _list_filters(fl_ctx, dxo.data_kind)
         client = fl_ctx.get_identity_name()
         # Taken once: an answer without training must not get the steps of an earlier task.

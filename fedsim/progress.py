@@ -21,10 +21,7 @@ from rich.progress import (
 
 
 class Display:
-    """Shows the progress of stages within its `with` block: bars on a terminal, else plain lines.
-
-    They are written to `console`; None shows nothing.
-    """
+    """Shows progress on `console` (None: nowhere) within its `with` block: bars, or plain lines."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(quiet=True)
@@ -62,20 +59,14 @@ class Display:
             self.note(f"{title}: {total - done} of {total} to do")
 
     def advance(self, detail: str) -> None:
-        """Counts one more step of the stage as done, and shows `detail` beside the bar.
-
-        Without a terminal, this method and `detail` write a line at most every 30 s.
-        """
+        """Counts one more step of the stage as done, and shows `detail` beside the bar."""
         if self._task is not None:
             self._bars.update(self._task, advance=1, detail=detail)
         self._done += 1
         self._tell(detail)
 
     def detail(self, key: str, text: str) -> None:
-        """Shows `text` as what step `key` of the stage, which runs, reports now.
-
-        The two steps that reported last are shown; `key` is any name that tells steps apart.
-        """
+        """Shows `text` of the running step `key`; the last two steps that reported are shown."""
         # Taken out and put in again, it stands last: the two steps that reported last are shown.
         self._running.pop(key, None)
         self._running[key] = text

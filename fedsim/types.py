@@ -149,10 +149,7 @@ class LocalTraining:
         return replace(self, batch_size=batch_size, sampling="without_replacement")
 
     def bins(self, num_examples: int) -> int:
-        """Returns the number of bins, at least 1, that `balls_in_bins` deals `num_examples` into.
-
-        Their mean size is about `batch_size`.
-        """
+        """Returns the number of bins, at least 1, for `num_examples` at a mean of `batch_size`."""
         # Halves are rounded up; `round` would take them to the even neighbour.
         return max(1, math.floor(num_examples / self.batch_size + 0.5))
 
@@ -573,11 +570,7 @@ class Truth:
 
     @staticmethod
     def of(tensors: Tensors) -> Truth:
-        """Builds a truth from what its method `tensors` returned; other names go to `more`.
-
-        It is a RowTruth if there are `members`, else a GroundTruth. A field that is missing raises
-        a TypeError.
-        """
+        """Builds a RowTruth from what `tensors` returned if it has `members`, or a GroundTruth."""
         # Files do not say what they hold: only a truth of rows has to say who took part.
         kind = RowTruth if "members" in tensors else GroundTruth
         known = {each.name for each in fields(kind)} - {"more"}
@@ -741,10 +734,7 @@ class Dataset:
         return self.train_images
 
     def examples_at(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns inputs (n, ...) float32 on [0, 1], and labels (n,), of examples `indices` (n,).
-
-        The indices, int64 from 0, count training examples.
-        """
+        """Returns inputs (n, ...) float32 on [0, 1], labels (n,) of training examples `indices`."""
         return as_pixels(self.train_images[indices]), self.train_labels[indices]
 
     @property
@@ -852,10 +842,7 @@ class Table:
         return ((self.test_rows[:, -1] + 1) / 2 * (len(self.classes) - 1)).round().long()
 
     def labelled(self) -> Dataset:
-        """Returns features (N, D) on [0, 1] with classes as labels, for training a model.
-
-        A target that is a quantity raises a FedsimError.
-        """
+        """Returns features on [0, 1] and classes; a FedsimError if the target is a quantity."""
         labels = self.test_classes
         if self.classes is None or labels is None:
             raise FedsimError(

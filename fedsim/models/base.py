@@ -41,12 +41,12 @@ _GROUP_CHANNELS = 16
 
 
 def activation(name: Activation) -> nn.Module:
-    """Returns a new element-wise activation of that `name`, never in place."""
+    """Returns a new element-wise activation module of that `name`, which never works in place."""
     return _ACTIVATIONS[name]()
 
 
 def norm(kind: Norm, channels: int) -> nn.Module:
-    """Returns a new normalization of that `kind`, of (B, channels, H, W) features.
+    """Returns a new normalization of (B, channels, H, W); the identity for kind `none`.
 
     `group` has groups of 16 channels (Wu and He, Group Normalization, ECCV 2018, Table 3), or one
     group where 16 does not divide them.
@@ -60,7 +60,7 @@ def norm(kind: Norm, channels: int) -> nn.Module:
 
 
 def require_size(model: str, input_shape: tuple[int, ...], minimum: int) -> None:
-    """Refuses, by a FedsimError on `model`, inputs (C, H, W) below `minimum` pixels on a side."""
+    """Raises a FedsimError that names `model` if (C, H, W) has a side below `minimum` pixels."""
     _, height, width = input_shape
     if min(height, width) < minimum:
         raise FedsimError(
@@ -71,7 +71,7 @@ def require_size(model: str, input_shape: tuple[int, ...], minimum: int) -> None
 
 
 class HeadConfig(BaseModel):
-    """A two-layer head f(x) = A σ(W x + b), instead of a single linear layer."""
+    """Describes a two-layer head f(x) = A σ(W x + b) of features x, see `TwoLayerHead`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -103,25 +103,26 @@ class HeadConfig(BaseModel):
 
 
 class HeadDropout(nn.Module):
-    """Drops hidden neurons in train mode; `rate` is set per run by the local training."""
+    """Drops hidden neurons in train mode, with probability `rate`: 0 until a caller assigns it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rate = 0.0
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Zeroes entries of `hidden` with probability `rate`; scales others by 1 / (1 - rate)."""
+        """Zeroes entries at probability `rate`, divides others by 1 - rate; not in eval mode."""
         return F.dropout(hidden, self.rate, training=self.training) if self.rate else hidden
 
 
 class Classifier(nn.Module):
     """Joins body and head: normalized images (B, C, H, W) -> features (B, d) -> logits (B, K).
 
-    Rows of a table are (B, D) in place of images. `imprint` is a module before the body, or None.
+    Rows of a table are (B, D) in place of images. Attribute `imprint` is a module before the body;
+    None, as at first, if there is none.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module, unit_features: bool = False) -> None:
-        """Joins body and head; with `unit_features`, features get unit length before the head."""
+        """Joins modules; with `unit_features`, features get L2 norm 1 before the head."""
         super().__init__()
         self.imprint: Imprint | None = None
         self._unit_features = unit_features
@@ -136,22 +137,22 @@ class Classifier(nn.Module):
         self._terms = [part for part in self.modules() if isinstance(part, LossTerm)]
 
     def loss_term(self) -> Tensor | None:
-        """Returns the sum (0-d) of what layers add to the last batch's loss; None if none does."""
+        """Returns the sum (0-d) of `LossTerm` layers' terms of the last batch; None without any."""
         terms = [layer.loss_term() for layer in self._terms]
         return torch.stack(terms).sum() if terms else None
 
     def features(self, images: Tensor) -> Tensor:
-        """Computes features: (B, C, H, W) -> (B, d), flattened."""
+        """Computes the head's input: normalized images (B, C, H, W), or rows (B, D) -> (B, d)."""
         features: Tensor = self.body(self.imprint(images) if self.imprint else images).flatten(1)
         return F.normalize(features, dim=1) if self._unit_features else features
 
     def forward(self, images: Tensor) -> Tensor:
-        """Computes logits: (B, C, H, W) -> (B, K)."""
+        """Computes logits: normalized images (B, C, H, W), or rows (B, D) -> (B, K)."""
         logits: Tensor = self.head(self.features(images))
         return logits
 
     def set_dropout(self, rate: float) -> None:
-        """Sets the head's dropout `rate`: the probability in [0, 1) of dropping a neuron."""
+        """Sets the head's dropout `rate` from now on: the probability in [0, 1) of a drop."""
         for module in self._dropouts:
             module.rate = rate
 
@@ -168,20 +169,21 @@ class ModelPlugin(Plugin):
 
     @abstractmethod
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds the model with weights from torch's global stream, without an imprint.
+        """Builds the model in train mode, without an imprint; torch's global stream is drawn from.
 
         `input_shape` is (C, H, W) or (D,) of a row; a FedsimError says that it does not fit.
         """
 
 
 def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> Classifier:
-    """Builds the model that `spec` names, as `defenses` alter it, on the CPU and in train mode.
+    """Builds the model of `spec`, as `defenses` alter it in order, in train mode on the CPU.
 
     The weights are a function of `seed`; those of the model itself are as without defenses.
 
     Raises:
         PluginError: the model is not installed, or is no model.
         FedsimError: the architecture does not fit the inputs, or the model does not fit the memory.
+        ValidationError: a parameter is unknown or out of its range (pydantic's).
     """
     plugin = _load_plugin(spec)
     if spec.columns and (plugin.imprint or not plugin.takes_rows):
@@ -200,8 +202,7 @@ def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> 
 def size_of(spec: ModelSpec, defenses: Sequence[ModelDefense] = ()) -> size.Size | None:
     """Counts the memory of the model that `build` would make; None if it cannot be counted.
 
-    Raises:
-        PluginError: the model is not installed, or is no model.
+    Errors are those of `build`.
     """
     return _count_size(_load_plugin(spec), spec, defenses)
 
@@ -212,7 +213,7 @@ def _load_plugin(spec: ModelSpec) -> ModelPlugin:
 
 
 def feature_size(body: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Returns how many features a new `body` (on CPU, left in train mode) computes of one input."""
+    """Returns the number of features of one input; `body`, on the CPU, is left in train mode."""
     body.eval()
     with torch.no_grad():
         size = body(torch.zeros(1, *input_shape)).flatten(1).shape[1]
@@ -252,13 +253,13 @@ _sizes: dict[tuple[type[ModelPlugin], str], size.Size | None] = {}
 
 
 def normalize(pixels: Tensor, spec: InputSpec) -> Tensor:
-    """Maps pixels in [0, 1], or rows, to the model's input, differentiably: (x - mean) / std."""
+    """Maps pixels (B, C, H, W) or rows (B, D) on [0, 1] to a model's input, (x - mean) / std."""
     mean, std = _statistics(pixels, spec)
     return (pixels - mean) / std
 
 
 def denormalize(images: Tensor, spec: InputSpec) -> Tensor:
-    """Maps the model's input to entries on [0, 1], without clamping: the inverse of `normalize`."""
+    """Maps a model's input back to entries on [0, 1], unclamped: the inverse of `normalize`."""
     mean, std = _statistics(images, spec)
     return images * std + mean
 

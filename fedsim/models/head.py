@@ -23,11 +23,11 @@ from fedsim.types import ModelSpec, Tensors
 
 
 class TwoLayerHead(nn.Module):
-    """f(x) = A σ(W x + b), from features (B, d) to logits (B, K); `divided`, 1 / m times that.
+    """Computes f(x) = A σ(W x + b), from features (B, d) to logits (B, K).
 
-    The last `planted` of the `width` hidden neurons are the server's: W is drawn from N(0,
-    planted_std² I), b is 0, and each row of A is constant on them (`planted_rows`). The others are
-    ordinary neurons. All weights are drawn from torch's global stream.
+    Options are those of `config`; `divided` means 1 / m times that, for m hidden neurons. The last
+    `planted` neurons are the server's: W is drawn from N(0, planted_std² I), b is 0, and each row
+    of A is constant on them (`planted_rows`). All weights are drawn from torch's global stream.
 
     Source: Liu, Wang, Du and Lei, Data Reconstruction Attacks and Defenses: A Systematic
     Evaluation, section 2.1 ("weight initialization": `graded` rows, `planted` is v), and Appendix B
@@ -55,7 +55,7 @@ class TwoLayerHead(nn.Module):
 
     @torch.no_grad()
     def plant(self) -> None:
-        """Draws the server's neurons anew, from torch's global stream."""
+        """Draws the server's neurons anew in place, from torch's global stream."""
         config, classes = self.config, self.output.out_features
         first = self.hidden.out_features - config.planted
         self.hidden.weight[first:].normal_(std=config.planted_std)
@@ -71,7 +71,7 @@ class TwoLayerHead(nn.Module):
 
 
 def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> nn.Module:
-    """Builds `config`'s head (None: a linear one) of `in_features`; its last layer is `output`."""
+    """Builds the head of `config` (None: linear) with new weights; its last layer is `output`."""
     if config is not None:
         return TwoLayerHead(config, in_features, num_classes)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -83,11 +83,11 @@ def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> 
 def assemble(
     body: nn.Module, head: HeadConfig | None, input_shape: tuple[int, ...], num_classes: int
 ) -> Classifier:
-    """Joins a body with a new head to a classifier in train mode.
+    """Joins a body with a new head to a classifier in train mode, on the CPU.
 
     Args:
         body: Computes features of a batch, of which all but the first axis are flattened.
-        head: Two-layer head; None for a linear one.
+        head: Description of a two-layer head; None for a linear one.
         input_shape: (C, H, W) of an image, or (D,) of a row.
         num_classes: K, the number of logits.
     """
@@ -103,7 +103,7 @@ def plants(model: Classifier) -> bool:
 
 
 def build_honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> Classifier:
-    """Builds the model of `spec` as `build` does, but with nothing planted."""
+    """Builds the model of `spec` as `base.build` does, with all of its neurons but none planted."""
     if spec.parameters.get("head"):
         # The width stays, so that its weights fit the model that is probed.
         head = {**spec.parameters["head"], "planted": 0}
@@ -115,7 +115,10 @@ def build_honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = 
 
 
 def plant_neurons(model: Classifier, parameters: Tensors, seed: int) -> dict[str, Tensor]:
-    """Returns the model's `parameters`, with the server's neurons planted by `seed`, on the CPU."""
+    """Returns all `parameters`, by the model's names, with the server's neurons planted by `seed`.
+
+    Layers with such neurons are copies, on the CPU; `model` and the tensors given stay as they are.
+    """
     values = dict(parameters)
     with rng.global_stream(seed):
         for name, part in model.named_children():

@@ -18,7 +18,7 @@ _BELOW_ALL = -10.0
 
 
 class ImprintConfig(BaseModel):
-    """An imprint module in front of a model: a malicious server's modification."""
+    """Describes an `Imprint` module in front of a model: a malicious server's modification."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -38,16 +38,15 @@ class ImprintConfig(BaseModel):
 
 
 class Imprint(nn.Module):
-    """x + V relu(W x + b), for normalized images x (B, C, H, W) as vectors of d = CHW entries.
+    """Computes x + V relu(W x + b) of normalized images x (C, H, W), as vectors of d = CHW entries.
 
-    `config` has k (`bins`), std, gain and s (`scale`), and `input_shape` is (C, H, W).
-    Each of the k rows of W is s h, h being the mean, (1/d, ..., 1/d), and b_i = -s c_i, where c_i
-    are the quantiles i/k of N(0, std²) from i = 0 on, with -10 std for c_0, and s is the scale:
-    image x passes the neurons with c_i < h'x. All columns of V are (gain/sk) v for one v of N(0,
-    I), drawn from torch's global stream, so that x enters the gradient of each row it passes with
-    the same factor g = (gain/sk) <v, ∂L/∂y>, and the difference of two rows' gradients is Σ g x
-    over the images in the bin between them. The paper's V is all ones, s is 1, and there is no x +:
-    with it the model goes on working.
+    `config` has k (`bins`), std, gain and s (`scale`). Each of the k rows of W is s h, where h =
+    (1/d, ..., 1/d) takes the mean. b_i is -s c_i, where c_i is the quantile i/k of N(0, std²) and
+    c_0 is -10 std. Image x passes the neurons with c_i < h'x. All columns of V are (gain/sk) v, for
+    one v drawn from N(0, I) by torch's global stream. So x enters the gradient of each row that it
+    passes with the same factor g. The difference of two rows' gradients is Σ g x over the images in
+    the bin between them. In the paper (Fowl et al., Robbing the Fed, ICLR 2022, section 3) V is all
+    ones, s is 1, and x is not added: with it the model goes on working.
     """
 
     def __init__(self, config: ImprintConfig, input_shape: tuple[int, ...]) -> None:
@@ -63,13 +62,13 @@ class Imprint(nn.Module):
         self.plant()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Adds the pattern to images: (B, C, H, W) -> (B, C, H, W)."""
+        """Adds V relu(W x + b) to normalized images x: (B, C, H, W) -> (B, C, H, W)."""
         written: Tensor = self.output(self.activation(self.hidden(images.flatten(1))))
         return images + written.view_as(images)
 
     @torch.no_grad()
     def plant(self) -> None:
-        """Sets all weights anew; v is drawn from torch's global stream."""
+        """Sets W, b and V anew in place; v is drawn from torch's global stream."""
         config, size = self.config, self.hidden.in_features
         self.hidden.weight.fill_(config.scale / size)
         brightness = NormalDist(sigma=config.std)
@@ -85,5 +84,5 @@ class Imprint(nn.Module):
 
     @torch.no_grad()
     def unplant(self) -> None:
-        """Sets V to zero: images pass unchanged, and no gradient shows them."""
+        """Sets V to zero in place: images pass unchanged, and W's gradient shows none of them."""
         self.output.weight.zero_()

@@ -52,7 +52,7 @@ class KAN(ModelPlugin):
         return self
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds the network with hidden x (intervals + degree) features, for any size."""
+        """Builds it with hidden x (intervals + degree) features, for (C, H, W) of any size."""
         size = math.prod(input_shape)
         functions = basis_size(self.degree, self.intervals)
         first = nn.Linear(size * functions, self.hidden, bias=False)
@@ -103,12 +103,12 @@ class _FixedReadout(nn.Module):
 
 
 def basis_size(degree: int, intervals: int) -> int:
-    """Returns the number of basis functions of `degree` over `intervals` pieces of [-1, 1]."""
+    """Returns the number of B-splines of `degree` over `intervals` pieces: their sum."""
     return intervals + degree
 
 
 def spline_basis(x: Tensor, degree: int, intervals: int) -> Tensor:
-    """Evaluates every basis function of `degree` at `x`: (...,) -> (..., intervals + degree).
+    """Evaluates every B-spline of `degree` at `x`: floats (...,) -> (..., intervals + degree).
 
     x is in [-1, 1], which is cut into `intervals` equal pieces. The knots continue evenly beyond,
     so that the functions are non-negative, sum to 1 and are degree - 1 times continuously

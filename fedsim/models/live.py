@@ -53,17 +53,17 @@ def is_live(name: str) -> bool:
 
 
 def copy_for_processes(name: str) -> Mapping[str, Classifier]:
-    """Returns {name: a copy of the model kept as `name`}, for `adopt` in another process."""
+    """Returns {name: a copy of the model kept as `name`}, for `adopt`; errors as of `again`."""
     return {name: again(name)}
 
 
 def adopt(models: Mapping[str, Classifier]) -> None:
-    """Keeps the `models` that `copy_for_processes` returned in another process, by their names."""
+    """Keeps models of another process's `copy_for_processes`, by name; equal names are replaced."""
     _models.update(models)
 
 
 def again(name: str) -> Classifier:
-    """Returns a copy of the model kept as `name`; one of another process is a FedsimError."""
+    """Returns a deep copy of the model kept as `name`; a FedsimError if this process has none."""
     if name not in _models:
         raise FedsimError(
             f"{name}: this model was handed to fedsim.observe in another process (or to fedsim "
@@ -75,23 +75,23 @@ def again(name: str) -> Classifier:
 def take_apart(
     model: nn.Module, input_shape: tuple[int, int, int], classes: int, head: str | None = None
 ) -> tuple[Classifier, Mapping[str, str]]:
-    """Returns a copy of `model` as body and head, and the copy's tensor names by the model's own.
+    """Returns a copy of `model` as body and head, and the model's tensor names -> the copy's.
 
     The head is the linear layer of `classes` outputs that is called last, if the model returns its
     output or the log-softmax of it (cross-entropy is the same for both). Otherwise it is a part of
     several layers that is linear as a whole, such as a layer with a low-rank layer beside it. A
-    model without either is all body. No attacker knows the masks of dropout, so the copy has none.
-    It computes in float32; what it still draws is the same each time (`is_random`).
+    model without either is all body, and its head the identity. The copy has no dropout and
+    computes in float32; what it still draws is the same each time (`is_random`).
 
     Args:
-        model: takes (B, C, H, W) and returns logits (B, K), or something with `logits`.
+        model: Takes (B, C, H, W) and returns logits (B, K), or something with `logits`.
         input_shape: (C, H, W).
         classes: K, the number of classes.
-        head: name of the linear layer, if another layer is meant than the last.
+        head: Name of the head's layer; None looks for it as above.
 
     Raises:
-        FedsimError: the model does not take such images or has other outputs, a parameter has two
-            names, or `head` is no linear layer that can be taken off.
+        FedsimError: the model cannot be copied, does not take such images or has other outputs, a
+            parameter has two names, or `head` is no linear layer that can be taken off.
     """
     if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         raise FedsimError("model: expected modules of Python, got some of torch.jit")
@@ -147,18 +147,18 @@ def take_apart(
 
 
 def is_random(model: Classifier) -> bool:
-    """Returns whether a model from `take_apart` draws random numbers; it repeats one draw."""
+    """Returns whether a model from `take_apart` draws random numbers: the same ones each time."""
     return isinstance(model.body, _Logits) and model.body.seeded
 
 
 def find_unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]) -> set[str]:
-    """Returns the names of parameters on which the logits do not depend in `mode`.
+    """Returns the names of parameters on which logits of images `input_shape` do not depend.
 
-    If they do not depend on the images either, an attack that differentiates is refused later. The
-    model is left in `mode`, its parameters requiring gradients.
+    The model is left in `mode`, its parameters requiring gradients. If a model of `take_apart` cuts
+    gradients to its images, later passes that need them raise a FedsimError.
 
     Raises:
-        FedsimError: the model's own code cuts all gradients.
+        FedsimError: the model's own code cuts all gradients, or it does not take such images.
     """
     images = _probe(model, input_shape).requires_grad_()
     model.train(mode == "train")

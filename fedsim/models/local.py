@@ -27,17 +27,15 @@ DirectionFn = Callable[[Tensors, Tensor, Tensor], Tensors]
 
 
 def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> LossFn:
-    """Returns the mean cross-entropy as a pure function of (parameters, images, labels).
+    """Returns the mean cross-entropy, 0-d, as a function of (parameters, images, labels).
 
-    A `StepRule` may weight classes and smooth labels, and layers may add terms (`LossTerm`).
-
-    Images are normalized, and labels are (B,) int64 or (B, K) probabilities. In train mode batch
-    norm writes its running statistics into `buffers`, in place: hand over a copy and read the new
-    statistics there. The model's own buffers stay as they are. Each call puts the model into the
-    mode of `training`, and sets the dropout of its head.
-
-    Raises:
-        FedsimError: when called, if batch norm has a single value per channel to normalize.
+    `training` may weight classes and smooth labels (`StepRule`), and layers may add terms
+    (`LossTerm`). Parameters are by the model's names, and those left out are its own. Images are
+    normalized, and labels are (B,) int64 or (B, K) probabilities. In train mode batch norm writes
+    its running statistics into `buffers`, in place: hand over a copy and read the new statistics
+    there. The model's own buffers stay as they are. Each call puts the model into the mode of
+    `training`, and sets the dropout of its head. It raises a FedsimError if batch norm has a single
+    value per channel to normalize.
     """
     logits = _pure(model, model.forward, buffers, training)
     rule = training.rule or StepRule()
@@ -56,9 +54,9 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
 
 
 def features_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> OutputFn:
-    """Returns the head's inputs (B, d) as a pure function of (parameters, images).
+    """Returns the head's inputs (B, d) as a function of (parameters, images).
 
-    Parameters that a call leaves out are the model's own; all else is as in `loss_function`.
+    All else is as in `loss_function`.
     """
     return _pure(model, model.features, buffers, training)
 
@@ -135,7 +133,7 @@ def features_of(
         parameters: Weights to compute with, by the model's names.
         buffers: Buffers to compute with, by the model's names; they stay as they are.
         images: (B, C, H, W), normalized.
-        training: Has the mode.
+        training: Describes the client's training; only its mode counts.
     """
     state = {name: value.clone() for name, value in buffers.items()} | dict(parameters)
     model.train(training.mode == "train")
@@ -160,7 +158,7 @@ def gradient(
         images: (B, C, H, W), normalized.
         labels: (B,) int64, or (B, K) probabilities.
         create_graph: Whether the gradient is differentiable in the images.
-        on_loss: Is called with the detached loss, 0-d.
+        on_loss: Called with the detached loss, 0-d; None to call nothing.
     """
     inputs = {
         # Weights that depend on candidate images keep their graph; all others become leaves.
@@ -186,11 +184,13 @@ def local_update(
     after the last step minus `parameters`, which stay as they are.
 
     Args:
-        direction: one step's gradient as a function of (parameters, images, labels), or what a
-            defense makes of it.
-        parameters: the global weights.
-        batches: (normalized images, labels), one per step; exactly one under fedsgd.
-        training: see `LocalTraining`; momentum follows torch.optim.SGD: v ← μ v + g, θ ← θ - lr v.
+        direction: One step's gradient as a function of (parameters, images, labels), or what a
+            defense makes of it, by the parameters' names.
+        parameters: Global weights.
+        batches: (normalized images, labels), one per step; under fedsgd exactly one, else a
+            ValueError.
+        training: See `LocalTraining`; momentum follows torch.optim.SGD: v ← μ v + g, θ ← θ - lr v.
+            Its `steps` are not read: `batches` count them.
     """
     if training.algorithm == "fedsgd":
         ((images, labels),) = batches
@@ -260,8 +260,8 @@ def _ruled_update(
 def step_weights(training: LocalTraining) -> list[float]:
     """Returns the weights w of the update -lr Σ_s w_s g_s, with the gradient g_s of each step s.
 
-    They are [1] under fedsgd, whose update is the gradient itself. All this holds only of a
-    training that `sums_gradients`, which is not checked.
+    They are [1] under fedsgd, whose update is the gradient itself. All this holds only if
+    `training.sums_gradients`, which is not checked.
     """
     if training.algorithm == "fedsgd":
         return [1.0]
@@ -280,7 +280,7 @@ def mean_gradient_factor(training: LocalTraining) -> float:
     """Returns the factor that turns an update into the mean gradient over its local steps.
 
     The mean has the weights of `step_weights`, whose condition holds here, too. The factor is 1
-    under fedsgd, and else negative, since a change of weights points against gradients.
+    under fedsgd, and negative under fedavg, since a change of weights points against gradients.
     """
     if training.algorithm == "fedsgd":
         return 1.0
@@ -289,12 +289,11 @@ def mean_gradient_factor(training: LocalTraining) -> float:
 
 
 def update_noise(observation: Observation) -> float | None:
-    """Returns the variance of the announced noise in an entry of the update; None if unknown.
+    """Returns the variance of the announced noise in an entry of the update, in its squared units.
 
-    It is 0 without noise, and that of the mean where the update is one. It is unknown of noise on a
-    sum, of an undeclared effect, where noise of steps went through an optimizer that is more than a
-    sum of gradients, and of noise that is correlated from step to step in a mean of several
-    releases.
+    It is 0 without noise, and that of the mean where the update is one. It is None, unknown, of
+    noise on a sum, and of an undeclared effect. So it is of noise of steps whose optimizer does
+    more than sum gradients, and of correlated noise in a mean of several releases.
     """
     training = observation.training
     variance = 0.0
@@ -332,7 +331,7 @@ def local_updates(
     batches: Iterable[tuple[Tensor, Tensor]],
     training: LocalTraining,
 ) -> Tensors:
-    """Computes the updates of K clients at once, stacked (K, ...), by the parameters' names.
+    """Computes the updates of K clients at once, (K, ...) by the parameters' names.
 
     Args:
         model: Computes the loss; it is put into the mode of `training`.
@@ -343,7 +342,7 @@ def local_updates(
         training: Training of each client, as `LocalTraining` describes it.
 
     Raises:
-        FedsimError: Batch norm or dropout in training mode, which clients cannot share.
+        FedsimError: the model has batch norm or dropout in train mode, which clients cannot share.
     """
     _require_batched(model, training)
     losses = torch.vmap(loss_function(model, buffers, training))

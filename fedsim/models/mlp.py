@@ -25,7 +25,7 @@ class MLP(ModelPlugin):
     activation: Activation = "relu"
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds the network with hidden[-1] features, for images of any size and for rows."""
+        """Builds it with hidden[-1] features, for images (C, H, W) of any size and rows (D,)."""
         layers: list[nn.Module] = [nn.Flatten()]
         size = math.prod(input_shape)
         for neurons in self.hidden:

@@ -22,7 +22,7 @@ _COPIES = 4
 
 @dataclass(frozen=True)
 class Size:
-    """States the bytes of a model, counted without storage."""
+    """States how many bytes a model needs, as counted without building it in memory."""
 
     state: int
     """Bytes of parameters and buffers."""
@@ -78,9 +78,10 @@ def _stand_in(argument: object) -> object:
 
 
 def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> Size | None:
-    """Counts the size of the model that `build` makes, for one input (C, H, W) or (D,).
+    """Counts the size of the model that `build` makes, for inputs (C, H, W) or (D,).
 
-    None says that it cannot be counted, since a part of it needs real numbers.
+    None says that it cannot be counted: a part of it needs real numbers, or fails. `build` is
+    called on torch's meta device; its FedsimError passes through.
     """
     try:
         with torch.device("meta"), torch.no_grad(), _ShapesAlone():
@@ -94,19 +95,19 @@ def count_size(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> 
 
 
 def check(size: Size | None) -> None:
-    """Refuses, by a FedsimError, a model that exceeds the memory; a `size` of None passes."""
+    """Raises a FedsimError if four copies of a model's state exceed the memory; None passes."""
     if size is not None:
         memory.check(_COPIES * size.state, "the model's weights", "use a smaller model")
 
 
 def check_batch(size: Size | None, key: str, images: int, device: torch.device) -> None:
-    """Refuses, by a FedsimError, a batch whose gradient exceeds the memory beside the model.
+    """Raises a FedsimError if a model and a batch's gradient exceed the memory of `device`.
 
     Args:
         size: Size of the model; None, which is unknown, passes.
         key: Key of the scenario that sets the batch, for the message.
         images: Number of images whose gradient is computed at once.
-        device: Device that computes it.
+        device: Device that computes it; a CPU has this process's memory.
     """
     if size is not None:
         memory.check(

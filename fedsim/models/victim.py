@@ -14,12 +14,13 @@ from fedsim.types import FedsimError, Observation
 def rebuild(observation: Observation) -> Classifier:
     """Returns the victim's model with the global weights of the observed round, on their device.
 
-    It is altered by the defenses that the observation's effect names. Each call makes a new model,
-    in train mode or, if handed to `observe`, in the `mode` given there.
+    It is altered by the defenses in `effect.model`. Each call makes a new model, in train mode or,
+    if handed to `fedsim.observe`, in the `mode` given there.
 
     Raises:
         PluginError: the model, or a defense that alters it, is not installed here.
-        FedsimError: the weights are those of another model.
+        FedsimError: the observation is of no model, its weights are another model's, or the model
+            was handed to `fedsim.observe` in another process.
     """
     try:
         name = observation.model.name

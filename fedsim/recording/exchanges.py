@@ -330,10 +330,7 @@ def run_folder(out: Path, run: int | None = None) -> Path:
 
 
 def left_out(folder: Path) -> list[str]:
-    """Returns a line `REASON: 3 messages` for each reason why a tap left out messages of a run.
-
-    `folder` is the run's; a FedsimError says that its tap.json is missing or damaged.
-    """
+    """Returns lines `REASON: n messages` on what a tap left out; FedsimError without a tap.json."""
     behind.finish()
     return [f"{reason}: {number_of(n, 'message')}" for reason, n in _count_left_out(folder).items()]
 

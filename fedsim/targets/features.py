@@ -46,12 +46,12 @@ def _check_features(features: Tensor, what: str) -> None:
         raise ScoringError(f"{what}: the features are not finite")
 
 
-def feature_cosine(reconstruction: Tensor, truth: Tensor) -> Tensor:
+def _feature_cosine(reconstruction: Tensor, truth: Tensor) -> Tensor:
     """Returns the cosine of each pair of features (N, d): (N,) in [-1, 1], 0 where one is zero."""
     return F.cosine_similarity(reconstruction.double(), truth.double(), dim=1, eps=1e-30)
 
 
-def feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
+def _feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
     """Returns ||r - t|| / ||t|| of reconstructed r and true t (N, d): (N,), unless a t is 0."""
     norm = torch.linalg.vector_norm(truth.double(), dim=1)
     if not bool(norm.all()):
@@ -66,7 +66,7 @@ def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailabl
 
     Each true feature (N, d), scaled to unit length, is projected onto the orthogonal complement of
     the span of the first N reconstructed ones; the part is the projection's norm. A guess of zero
-    has 1. The reason is returned where a true feature is zero.
+    has 1. If a true feature is zero, an `Unavailable` says so.
 
     Source: Liu et al., Data Reconstruction Attacks and Defenses, section 4.1, who report the mean.
     """
@@ -135,6 +135,7 @@ class Features(Target):
     """Features that enter the model's head, in any order."""
 
     part: ClassVar[str] = "features"
+    """Name of answers (M, d), and of the truth (N, d): head's inputs under the global weights."""
     noun: ClassVar[str] = "features"
     singular: ClassVar[str] = "feature"
     order: ClassVar[float] = 1.0
@@ -156,7 +157,7 @@ class Features(Target):
         ),
         Metric(
             name="feature_cosine",
-            compute=ordered(feature_cosine),
+            compute=ordered(_feature_cosine),
             unit="none",
             larger_leaks=True,
             uninformed=0.0,
@@ -167,7 +168,7 @@ class Features(Target):
         ),
         Metric(
             name="feature_error",
-            compute=ordered(feature_error),
+            compute=ordered(_feature_error),
             unit="relative",
             larger_leaks=False,
             uninformed=1.0,
@@ -182,7 +183,7 @@ class Features(Target):
     )
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, what are no features (N, d), or have not the truth's d."""
+        """Raises a ScoringError unless `answer` is finite, (M, d), with the d of a known truth."""
         _check_features(answer, "reconstruction")
         true = self.truth_of(truth)
         if true is None:
@@ -191,7 +192,7 @@ class Features(Target):
         self.check_each(answer, true)
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Matches features by their directions, since an attack need not know their norms."""
+        """Scores features, matched by direction (0 for none); unavailable where not recorded."""
         true = self.truth_of(truth)
         if true is None:
             return TargetScores(values=self.unavailable("the true features were not recorded"))
@@ -205,7 +206,11 @@ class Features(Target):
         return TargetScores(values=self.compute_metrics(pair), assignment=assignment)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the score of features guessed from public images; None if there is no guess."""
+        """Returns the score of features computed from public images.
+
+        None says that these, the observation or true features are missing, or that the attack
+        answered other parts alone.
+        """
         true = self.truth_of(request.truth)
         # Beside an attack that answers no features none are guessed; beside a failed one they are.
         silent = request.found is not None and request.found.features is None
@@ -216,7 +221,7 @@ class Features(Target):
         return TargetGuess(metrics=self.guessed_from(public, true))
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns, as `feature_cosine`, how likely a guess has each cosine; empty without any."""
+        """Returns {`feature_cosine`: chances of guesses to reach each}; empty without a `guess`."""
         true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
         if true is None or request.found is None or request.found.features is None:
             return {}
@@ -237,7 +242,7 @@ class Features(Target):
         return {"feature_cosine": found}
 
     def guessed_from(self, public: Tensor, truth: Tensor) -> dict[str, float]:
-        """Returns the metrics of guessing the features `truth` (N, d) from `public` ones (P, d)."""
+        """Returns metric -> mean of guessing `truth` (N, d) from the public features (P, d)."""
         truth = truth.detach().cpu()
         units = F.normalize(public.double(), dim=1)
         # The first right singular vectors leave least outside their span (Eckart and Young).

@@ -102,6 +102,7 @@ class Images(Target):
     """Images of a batch, in any order."""
 
     part: ClassVar[str] = "images"
+    """Name of answers (M, C, H, W), pixels in [0, 1], and of the truth (N, C, H, W)."""
     noun: ClassVar[str] = "images"
     singular: ClassVar[str] = "image"
     order: ClassVar[float] = 0.0
@@ -167,12 +168,12 @@ class Images(Target):
     )
 
     def truth_of(self, truth: Truth) -> Tensor | None:
-        """Returns the true images; None of a batch of a table's rows."""
+        """Returns the true images (N, C, H, W) in [0, 1]; None if the truth is of rows."""
         inputs = truth.tensors().get("images")
         return inputs if inputs is not None and inputs.ndim == _IMAGE_AXES else None
 
     def prepare(self, resources: Resources) -> ImageAid:
-        """Returns the guesser of public images, and how images are compared perceptually."""
+        """Returns an aid with the guesser of `resources` and LPIPS, which may be `Unavailable`."""
         guesser = resources.guesser
         if guesser is None:
             return ImageAid(lpips=Unavailable("the data are no images"))
@@ -183,7 +184,7 @@ class Images(Target):
         return ImageAid(guesser=guesser, fill=guesser.mean, lpips=lpips)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, what are no pixels in [0, 1], or not shaped as the truth."""
+        """Raises a ScoringError unless `answer` is (M, C, H, W) floats in [0, 1], as the truth."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("images were answered, and the batch is of rows of a table")
@@ -192,7 +193,11 @@ class Images(Target):
         self.check_each(answer, true)
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Matches images by their mean squared error, for all metrics."""
+        """Scores a checked answer, matched to the truth by least total squared error.
+
+        A true image without a match counts as answered by the aid's `fill` or, without one, is
+        left out and counted in `missing`.
+        """
         aid = aid_of(aids)
         true, answer = truth.tensors()["images"].detach().cpu(), answer.detach().cpu()
         assignment = match(answer, true)
@@ -211,7 +216,7 @@ class Images(Target):
         return TargetScores(values=values, assignment=assignment, missing=missing, notes=notes)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scored guess of images; None without public ones, or beside labels alone."""
+        """Returns the scored guess; None without public or true images, or beside labels alone."""
         guess = guessed_batch(request, aids)
         unseen = self.truth_of(request.truth) is None
         if guess is None or unseen or answers_labels_alone(request.found):
@@ -226,7 +231,7 @@ class Images(Target):
         )
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns, as `psnr`, how likely a guessed image reaches each PSNR; empty without any."""
+        """Returns {`psnr`: chances of a public image to reach each PSNR}; empty without any."""
         guesser, true = aid_of(aids).guesser, self.truth_of(request.truth)
         if not isinstance(guesser, Guesser) or true is None:
             return {}
@@ -241,9 +246,10 @@ class Images(Target):
 
 
 class RankedImages(Images):
-    """Ranks attacks on images by a metric of its own, before their pixels do.
+    """Serves as base of targets that score answered images by metrics of their own.
 
-    A target that derives from it states `part`, `metrics` and `leaks`.
+    A subclass states `part`, `metrics` and `leaks`. Its first metric ranks attacks in the place of
+    `Images`.
     """
 
     order: ClassVar[float] = -1.0
@@ -256,13 +262,13 @@ class RankedImages(Images):
 
 
 def aid_of(aids: Aids) -> ImageAid:
-    """Returns the aid for scores of images from `aids`; an empty one if there is none."""
+    """Returns what `Images.prepare` returned, from `aids`; an empty aid if there is none."""
     aid = aids.get(Images.part)
     return aid if isinstance(aid, ImageAid) else ImageAid()
 
 
 def count_answers(request: GuessRequest, target: Target, batch: int) -> int:
-    """Returns the number of answers, at least `batch`, among which truths are matched."""
+    """Returns how many parts the attack answered to `target`, but at least `batch`, the truths."""
     answer = target.answer_of(request.found) if request.found else None
     return max(batch, 0 if answer is None else len(answer))
 
@@ -281,12 +287,15 @@ def _measure_pixel_chances(guesser: Guesser, labels_known: bool) -> GuessChances
 
 
 def answers_labels_alone(found: Reconstruction | None) -> bool:
-    """Returns whether an attack answered neither images nor features; False for a failed one."""
+    """Returns whether an attack answered neither images nor features; False for None (failed)."""
     return found is not None and found.images is None and found.features is None
 
 
 def guessed_batch(request: GuessRequest, aids: Aids) -> Guess | None:
-    """Returns the guess of a batch; None without public images or true labels."""
+    """Returns the guess of a batch's images or rows, and labels, from public ones.
+
+    It knows the true labels if they are granted. It is None without public data or true labels.
+    """
     guesser, truth = aid_of(aids).guesser, request.truth.tensors()
     if guesser is None or "labels" not in truth:
         return None
@@ -296,7 +305,7 @@ def guessed_batch(request: GuessRequest, aids: Aids) -> Guess | None:
 
 
 def described_guess(guess: Guess, request: GuessRequest, aids: Aids) -> dict[str, Any]:
-    """Returns the fields of a row's baseline on the public images that a guess was learned from."""
+    """Returns `TargetGuess.learned` of a `guess` that `guessed_batch` made with the same `aids`."""
     guesser, images = aid_of(aids).guesser, request.truth.tensors()["images"].cpu()
     assert guesser is not None
     return {

@@ -55,6 +55,7 @@ class Labels(Target):
     """Labels of a batch, as a multiset."""
 
     part: ClassVar[str] = "labels"
+    """Name of answers (M,), integers of which the first N count, and of the truth (N,) int64."""
     noun: ClassVar[str] = "labels"
     singular: ClassVar[str] = "label"
     order: ClassVar[float] = 2.0
@@ -65,16 +66,19 @@ class Labels(Target):
     metrics: ClassVar[tuple[Metric, ...]] = (LABEL_ACCURACY,)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, answers that are not integers of shape (N,)."""
+        """Raises a ScoringError unless `answer` is integers of shape (M,)."""
         _check_labels(answer, "reconstruction")
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Scores integer labels (M,) by `label_accuracy`: the share of labels recovered."""
+        """Scores a checked answer by `label_accuracy`: the share of N true labels recovered.
+
+        A truth whose labels are no integers (N,) is a ScoringError.
+        """
         _check_labels(truth.tensors()["labels"], "truth")
         return super().compare(answer, truth, aids)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scored guess of a batch's labels; None without public images."""
+        """Returns the scored guess of a batch's labels; None without public data or true labels."""
         guess = guessed_batch(request, aids)
         if guess is None:
             return None
@@ -86,5 +90,5 @@ class Labels(Target):
         )
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns -1, which stands for a missing label."""
+        """Returns -1, 0-d, which stands for a missing label; `true` (N,) gives its type."""
         return true.new_tensor(MISSING)

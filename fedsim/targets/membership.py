@@ -33,8 +33,8 @@ CONFIDENCE = 0.95
 def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
     """Returns the probability that a member's score is above a non-member's; ties count half.
 
-    `scores` are (N,), and `members` (N,) bool say which candidates took part. The reason is
-    returned if all took part, or none; so it is by the other functions here.
+    `scores` are (N,), and `members` (N,) bool say which candidates took part. An `Unavailable` says
+    that all took part, or none.
     """
     if _is_one_sided(members):
         return Unavailable("all candidates took part, or none did")
@@ -42,9 +42,9 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
 
 
 def membership_auc_beyond_chance(scores: Tensor, members: Tensor) -> float | Unavailable:
-    """Returns `membership_auc` less 1.96 deviations of an attacker who guesses, at least 0.
+    """Returns `membership_auc` less 1.96 standard deviations that it has by guessing, at least 0.
 
-    `scores` are (N,), and `members` (N,) bool, not all alike: else the reason is returned.
+    `scores`, `members` and an `Unavailable` are as there.
     """
     area = membership_auc(scores, members)
     if isinstance(area, Unavailable):
@@ -55,11 +55,12 @@ def membership_auc_beyond_chance(scores: Tensor, members: Tensor) -> float | Una
 def membership_tpr(
     scores: Tensor, members: Tensor, false_positives: float = FALSE_POSITIVES
 ) -> float | Unavailable:
-    """Returns the share of members above the threshold that few non-members exceed.
+    """Returns the share of members whose score is above a threshold that few non-members exceed.
 
     The threshold is the lowest at which the rate of non-members above it is at most
     `false_positives`. That rate is the one expected of a further non-member: k / (n + 1) for the
-    k-th highest of n scores. The reason is returned, too, if non-members are too few.
+    k-th highest of n scores. `scores` are (N,), and `members` (N,) bool. An `Unavailable` says that
+    all took part, or none, or that non-members are too few for this rate.
     """
     if _is_one_sided(members):
         return Unavailable("all candidates took part, or none did")
@@ -75,7 +76,10 @@ def membership_tpr(
 
 
 def accused_others(others: int, false_positives: float) -> int:
-    """Returns k: the k-th highest of `others` scores is the threshold at that rate; 0 for none."""
+    """Returns k: the k-th highest score of `others` non-members is the threshold at that rate.
+
+    It is 0 if they are too few for the rate `false_positives` in (0, 1), see `membership_tpr`.
+    """
     # The slack keeps products whole that rounding takes to just below.
     return math.floor(false_positives * (others + 1) + 1e-9)
 
@@ -137,6 +141,7 @@ class Membership(Target):
     """Membership scores of candidates, the higher the likelier to have taken part."""
 
     part: ClassVar[str] = "membership"
+    """Name of answers (N,); the truth is (N,) bool, of a client's candidates or a table's rows."""
     noun: ClassVar[str] = "members"
     singular: ClassVar[str] = "member"
     order: ClassVar[float] = 4.0
@@ -198,7 +203,7 @@ class Membership(Target):
     def tensors_to_save(
         self, found: Reconstruction, truth: Truth, assignments: Mapping[str, list[int]], aids: Aids
     ) -> dict[str, Tensor]:
-        """Returns the scores as `membership`, and who took part, (N,) bool."""
+        """Returns `membership` (N,), and who took part, (N,) bool; empty without an answer."""
         saved = super().tensors_to_save(found, truth, assignments, aids)
         if saved and CANDIDATE_MEMBERS in truth.tensors():
             # A truth of "members" would be read back as one of rows.
@@ -206,15 +211,16 @@ class Membership(Target):
         return saved
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns (scores (N,) or None, who took part (N,) bool by name) from saved `tensors`."""
+        """Returns (scores (N,) or None, {name: who took part, (N,) bool}) from saved `tensors`."""
         if CANDIDATE_MEMBERS not in tensors:
             return super().read_saved(tensors)
         return tensors.get(self.part), {CANDIDATE_MEMBERS: tensors[CANDIDATE_MEMBERS]}
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, what is not a score, maybe infinite, of each candidate.
+        """Raises a ScoringError unless `answer` is a score, maybe infinite, of each candidate.
 
-        So it does candidates that a copy, or a classifier of inputs and labels, tells apart.
+        It refuses candidates, too, if one that took no part is a copy of one that did, or if a
+        classifier of inputs and labels tells members apart (`blind_p_value` below 1e-6).
         """
         members = self.truth_of(truth)
         if members is None:
@@ -227,13 +233,13 @@ class Membership(Target):
         _refuse_unlike(truth)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the metrics of tossing a coin; None where there are no candidates."""
+        """Returns the metrics of tossing a coin; None if the truth has no candidates."""
         if self.truth_of(request.truth) is None:
             return None
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns the other release's scores, repeated where it has fewer candidates."""
+        """Returns another update's scores (M,) for this one's N candidates, repeated if M < N."""
         # The scores are of other rows and should tell nothing about these, which makes the control.
         true = self.truth_of(truth)
         assert true is not None

@@ -37,7 +37,7 @@ _SLACK = 1e-6
 """Distance beyond [-1, 1] that is granted to a row's entries for rounding."""
 
 
-def row_error(claimed: Tensor, truth: Tensor) -> Tensor | Unavailable:
+def _row_error(claimed: Tensor, truth: Tensor) -> Tensor | Unavailable:
     """Returns |claimed - true|² / |true|² of each row (N, d): (N,), unless a true one is zero."""
     length = truth.square().sum(1)
     if not bool(length.all()):
@@ -45,7 +45,7 @@ def row_error(claimed: Tensor, truth: Tensor) -> Tensor | Unavailable:
     return (claimed - truth).square().sum(1) / length
 
 
-def row_cosine(claimed: Tensor, truth: Tensor) -> Tensor:
+def _row_cosine(claimed: Tensor, truth: Tensor) -> Tensor:
     """Returns the cosine (N,) of claimed and true rows (N, d), in [-1, 1]; 0 if one is zero."""
     return F.cosine_similarity(claimed, truth, dim=1, eps=1e-30)
 
@@ -78,6 +78,7 @@ class Rows(Target):
     """Rows of a table that took part in a release."""
 
     part: ClassVar[str] = "rows"
+    """Name of answers, (n, d + 1) in [-1, 1] in the order of the n true rows (features, target)."""
     noun: ClassVar[str] = "rows"
     singular: ClassVar[str] = "row"
     order: ClassVar[float] = 3.0
@@ -92,7 +93,7 @@ class Rows(Target):
         replace(RMSE, compute=_as_pixels(image.rmse)),
         Metric(
             name="row_error",
-            compute=ordered(row_error),
+            compute=ordered(_row_error),
             unit="relative",
             larger_leaks=False,
             heading="row err",
@@ -101,7 +102,7 @@ class Rows(Target):
             digits=3,
             narrow="late",
         ),
-        Metric(name="row_cosine", compute=ordered(row_cosine), unit="none", larger_leaks=True),
+        Metric(name="row_cosine", compute=ordered(_row_cosine), unit="none", larger_leaks=True),
         Metric(
             name="rows_recovered",
             compute=ordered(_is_recovered),
@@ -117,12 +118,12 @@ class Rows(Target):
     """Metric of the label, the largest of a row's last entries, where these are one a class."""
 
     def truth_of(self, truth: Truth) -> Tensor | None:
-        """Returns the rows that took part; None where the truth is of no table."""
+        """Returns the n rows that took part, (n, d + 1); None if the truth is of no release."""
         tensors = truth.tensors()
         return tensors["rows"][tensors["members"]] if "rows" in tensors else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, what is not a row in [-1, 1] for each that took part."""
+        """Raises a ScoringError unless `answer` is (n, d + 1) as the truth, entries in [-1, 1]."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("rows were recovered from what was computed from no table")
@@ -138,7 +139,7 @@ class Rows(Target):
             )
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Compares the entries that are data, and class entries as a label; no constant feature."""
+        """Scores entries that are data, and those of classes as a label; no constant feature."""
         true, tensors = self.truth_of(truth), truth.tensors()
         assert true is not None
         scored, classes = tensors["scored"], int(tensors["classes"])
@@ -151,7 +152,7 @@ class Rows(Target):
         return TargetScores(values=values)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the score of guessing the mean of other rows, or zeros; None without a table."""
+        """Returns the score of guessing a row as the others' mean, or 0; None without a release."""
         members = self.truth_of(request.truth)
         if members is None:
             return None
@@ -191,7 +192,7 @@ class Rows(Target):
         return tensors.get("rows"), known
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns row `pairs[i]` of the other release's `answer` in the place of each row i."""
+        """Returns row `pairs[i]` of another release's `answer` (m, d + 1) as row i, the control."""
         return answer[pairs]
 
 
@@ -210,7 +211,7 @@ def _columns_recovered(pair: ScoredPair) -> Tensor:
     return torch.stack(shares)
 
 
-def record_error(claimed: Tensor, truth: Tensor) -> MetricValue:
+def _record_error(claimed: Tensor, truth: Tensor) -> MetricValue:
     """Returns the mean absolute difference of entries (N, D) on [0, 1], by record: (N,)."""
     return (claimed.double() - truth.double()).abs().mean(1)
 
@@ -219,6 +220,7 @@ class Records(Target):
     """Records (rows of a table) of a batch, in any order."""
 
     part: ClassVar[str] = "records"
+    """Name of answers (M, D), entries on [0, 1]; the truth is (N, D)."""
     noun: ClassVar[str] = "records"
     singular: ClassVar[str] = "record"
     order: ClassVar[float] = 0.5
@@ -245,13 +247,13 @@ class Records(Target):
             narrow="kept",
         ),
         Metric(
-            name="record_error", compute=ordered(record_error), unit="range", larger_leaks=False
+            name="record_error", compute=ordered(_record_error), unit="range", larger_leaks=False
         ),
     )
 
     @property
     def truth_name(self) -> str:
-        """Name of the tensor of the truth that has a batch's records, as it would have images."""
+        """Name of the truth's tensor of records, `images`: that of any batch's inputs."""
         return "images"
 
     def truth_of(self, truth: Truth) -> Tensor | None:
@@ -259,7 +261,7 @@ class Records(Target):
         return super().truth_of(truth) if "columns" in truth.tensors() else None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, what are no records, or have entries beyond [0, 1]."""
+        """Raises a ScoringError unless `answer` is (M, D) in [0, 1], with the truth's D."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("records were answered, and the batch is of images")
@@ -269,7 +271,7 @@ class Records(Target):
             raise ScoringError("records: entries are beyond [0, 1], or not finite")
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Matches records by their mean squared error; those without an answer are missing."""
+        """Scores records, matched by squared error; others are left out and counted, `missing`."""
         true, columns = self.truth_of(truth), truth.tensors()["columns"]
         assert true is not None
         answer, true = answer.detach().cpu(), true.detach().cpu()

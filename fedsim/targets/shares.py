@@ -15,7 +15,7 @@ from fedsim.types import Truth
 def class_share_error(claimed: Tensor, truth: Tensor) -> float:
     """Returns the total variation distance of two distributions over classes, in [0, 1].
 
-    `claimed` (K,) and `truth` (L,) are of the first classes, on the CPU; others have share 0.
+    `claimed` (K,) and `truth` (L,) have classes 0 to K - 1 and L - 1, on the CPU; others have 0.
     """
     size = max(len(claimed), len(truth))
     padded = [
@@ -52,6 +52,7 @@ class ClassShares(_Shares):
     """Shares of the classes in the batches behind one update, of all its clients together."""
 
     part: ClassVar[str] = "class_shares"
+    """Name of answers (K,), the shares of classes 0 to K - 1."""
     noun: ClassVar[str] = "class shares"
     singular: ClassVar[str] = "class share"
     order: ClassVar[float] = 6.0
@@ -75,12 +76,12 @@ class ClassShares(_Shares):
         return _shares_of(labels)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, answers that are not (K,) shares that sum to 1, to 0.001."""
+        """Raises a ScoringError unless `answer` is (K,) shares, which sum to 1 within 0.001."""
         if answer.ndim != 1 or not _are_distributions(answer):
             raise ScoringError("class_shares: expected a share of each class, (K,), that sum to 1")
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the score of public, else of equal shares; None if no shares were answered."""
+        """Returns the score of public data's shares, or equal ones; None if none were answered."""
         answer = None if request.found is None else self.answer_of(request.found)
         if answer is None:
             return None
@@ -90,12 +91,15 @@ class ClassShares(_Shares):
 
 
 def client_class_error(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns the total variation distance (n,) of each client's shares (n, K) from the true."""
+    """Returns the total variation distance (n,), in [0, 1], of clients' shares (n, K) to true."""
     return (claimed.double() - truth.double()).abs().sum(1) / 2
 
 
 def client_column_error(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns the mean distance (n,) of clients' entries (n, D), but for negative claims."""
+    """Returns the mean absolute difference (n,) of clients' entries (n, D) from the true ones.
+
+    Negative claims, which answer nothing, are left out; a client with no other has NaN.
+    """
     answered = claimed >= 0
     return ((claimed.double() - truth.double()).abs() * answered).sum(1) / answered.sum(1)
 
@@ -119,6 +123,7 @@ class ClientClassShares(_ClientMeans):
     """Shares of the classes among all examples of each client of an update."""
 
     part: ClassVar[str] = "client_class_shares"
+    """Name of answers and truth, (n, K): n clients by ascending number, K classes."""
     noun: ClassVar[str] = "clients’ class shares"
     singular: ClassVar[str] = "client’s class share"
     order: ClassVar[float] = 6.1
@@ -135,7 +140,7 @@ class ClientClassShares(_ClientMeans):
     )
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, shapes other than (n, K), and what is no distribution."""
+        """Raises a ScoringError unless `answer` is (n, K) as the truth, and each row sums to 1."""
         super().check(answer, truth)
         # Zeros would else be nearer to uneven clients than any answer that knows nothing.
         if not _are_distributions(answer):
@@ -144,7 +149,7 @@ class ClientClassShares(_ClientMeans):
             )
 
     def leave(self, batch: Truth, held: HeldExamples) -> Tensor | None:
-        """Leaves the shares (1, K) of classes in all that the client holds; None without any."""
+        """Returns the shares (1, K) of classes in all that a client holds; None without labels."""
         if "labels" not in batch.tensors() or not held.classes:
             return None
         return _shares_of(held.labels, held.classes)[None]
@@ -154,6 +159,7 @@ class ClientColumnShares(_ClientMeans):
     """Shares of categories, or means of quantities, in columns of each client's table."""
 
     part: ClassVar[str] = "client_column_shares"
+    """Name of answers and truth, (n, D) on [0, 1]: n clients, D entries; below 0: no answer."""
     noun: ClassVar[str] = "clients’ column shares"
     singular: ClassVar[str] = "client’s column share"
     order: ClassVar[float] = 6.2
@@ -170,19 +176,19 @@ class ClientColumnShares(_ClientMeans):
     )
 
     def prepare(self, resources: Resources) -> Any:
-        """Returns the means (D,) of the entries of public rows; None where there are none."""
+        """Returns the mean (D,) of public rows; None without public data, or if it is images."""
         rows = None if resources.guesser is None else resources.guesser.public()
         return None if rows is None or rows.ndim != 2 else rows.double().mean(0)
 
     def leave(self, batch: Truth, held: HeldExamples) -> Tensor | None:
-        """Leaves the means (1, D) of all entries of the client's rows; None without a table."""
+        """Returns the mean (1, D) of all rows that a client holds; None without a table."""
         # Only a network's batch of a table has columns; pixels of images would take memory.
         if "columns" not in batch.tensors():
             return None
         return held()[0].double().mean(0)[None]
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, other shapes, non-finite entries, and rows all below 0."""
+        """Raises a ScoringError unless `answer` is finite, (n, D), with an entry >= 0 per row."""
         super().check(answer, truth)
         if bool((answer < 0).all(1).any()):
             raise ScoringError("client_column_shares: no column is answered")

@@ -105,6 +105,7 @@ class Source(Target):
     """Scores of each client for each record, the highest for the client that holds it."""
 
     part: ClassVar[str] = "source"
+    """Name of answers (N, K), for N records and K clients, and of the truth (N,): 0 to K - 1."""
     noun: ClassVar[str] = "sources"
     singular: ClassVar[str] = "source"
     order: ClassVar[float] = 5.0
@@ -150,7 +151,7 @@ class Source(Target):
     )
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, what is not a finite score (N, K) of records and clients."""
+        """Raises a ScoringError unless `answer` is finite scores (N, K) of records and clients."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("clients of records were named, and the truth has no records")
@@ -164,7 +165,10 @@ class Source(Target):
             )
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Compares the clients that are named with those that hold the records."""
+        """Scores a checked answer: each record's client of highest score counts as named.
+
+        All metrics are unavailable if no record has one client, or none were recorded.
+        """
         known = self._read_known(truth)
         if known is None:
             return TargetScores(values=self.unavailable("the records were not recorded"))
@@ -178,7 +182,10 @@ class Source(Target):
         return tensors[self.part].cpu(), tensors[SOURCE_LABELS].cpu(), tensors[SOURCE_CLASSES].cpu()
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns what classes alone tell, or one of K clients; None where no client was named."""
+        """Returns the accuracy that records' classes alone give, at least 1 / K, and advantage 0.
+
+        Without recorded records these are None, too. None alone says that nothing was answered.
+        """
         answer = None if request.found is None else self.answer_of(request.found)
         if answer is None:
             return None
@@ -190,7 +197,7 @@ class Source(Target):
         return TargetGuess(metrics=values)
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns another watcher's scores, repeated where it has fewer records or clients."""
+        """Returns another watcher's scores as (N, K), repeated if it has fewer of either."""
         true = self.truth_of(truth)
         assert true is not None
         # Another run may have fewer clients, and no true client may lie beyond the scores.
