@@ -36,12 +36,13 @@ from fedsim.types import FedsimError
 def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> float:
     """Computes σ of the rows σ I appended to data: sqrt(4 l² (sqrt(2 r log(4/δ)) + log(4/δ)) / ε).
 
-    A Gaussian random projection of the data with these rows is then (ε, δ)-private, by the paper.
+    By Sheffet (ALT 2019), a Gaussian random projection of the data with these rows is then (ε,
+    δ)-private. No argument is checked.
 
     Args:
         row_norm: l, at least the L2 norm of every row that any database may have. Sheffet takes it
             from the data: that releases l, and the noise of two neighbours then differs.
-        r: columns of the projection.
+        r: number of columns of the projection.
         epsilon: above 0.
         delta: in (0, 1).
 
@@ -55,9 +56,9 @@ def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> fl
 def mutual_information_leverage(delta: float, r: float) -> float:
     """Computes the largest leverage at which a row's mutual information is at most δ² / 2.
 
-    At that leverage or below, a noisy projection onto `r` columns is (ε, δ)-private for every ε >=
-    0. The leverage of a row v of D is v'(D'D + σ² I)^-1 v: that with the noise. A δ that is not
-    in (0, 1), or r < 1, is a FedsimError.
+    At that leverage or below, the noisy projection D'G + σ N onto `r` columns is (ε, δ)-private for
+    every ε >= 0 (after Showkatbakhsh, Karakus and Diggavi, ISIT 2018). The leverage of a row v of D
+    is v'(D'D + σ² I)^-1 v. A δ that is not in (0, 1), or r < 1, is a FedsimError.
 
     >>> f"{mutual_information_leverage(1e-3, 300):.3e}"
     '8.165e-05'
@@ -89,11 +90,12 @@ KAN_INDEPENDENT_METHOD = "Theorem 5.4 of the KAN paper"
 def kan_independent_epsilon(
     noise: float, delta: float, *, steps: int, sampling_rate: float
 ) -> float:
-    """Computes the ε that Theorem 5.4 states for independent noise; neighbours replace one example.
+    """Computes the ε that Theorem 5.4 of the KAN paper states for independent noise.
 
-    The theorem's divergences of a step are 8 q² α / σ² at order α = 1 + 2 ln(1/δ) / ε. Half of ε is
-    for them, and half for ln(1/δ) / (α - 1). The claim is false of short runs: it should be stated
-    only with a proven bound beside it. No argument is checked.
+    The paper is Population Risk Bounds for Kolmogorov-Arnold Networks Trained by DP-SGD with
+    Correlated Noise (2026). Neighbours replace one example. A step's divergence is 8 q² α / σ² at
+    order α = 1 + 2 ln(1/δ) / ε; it takes half of ε, and ln(1/δ) / (α - 1) the other half. The claim
+    is false for short runs: state it only with a proven bound beside it. No argument is checked.
 
     Args:
         noise: σ > 0, a step's standard deviation over the clipping norm.
@@ -117,7 +119,7 @@ _SHARE = 0.5
 def kan_noise(
     epsilon: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """Computes the noise multiplier that Theorem F.12 of the KAN paper asks for.
+    """Computes the noise multiplier that Theorem F.12 of the KAN paper (2026) asks for.
 
     That is sqrt((1 + η) T q) sqrt(2 ln(1.25 / ((1 - α) δ))) / ((1 - λ) ε), with α = 1/2 and η =
     sqrt(3 ln(1 / (α δ)) / (T q)), or what the exact Gaussian mechanism takes if that is more.
@@ -126,9 +128,9 @@ def kan_noise(
     Args:
         epsilon: above 0.
         delta: in (0, 1).
-        steps: T.
+        steps: T, of which step t releases with the noise z_t - λ z_(t-1).
         sampling_rate: q, the probability of an example to be in a step's batch.
-        correlation: λ in [0, 1), the share of the last step's noise that is taken back.
+        correlation: λ in [0, 1).
 
     Raises:
         FedsimError: ε is 0, or η > 1, so that the theorem does not apply.
@@ -144,10 +146,10 @@ def kan_noise(
 def kan_epsilon(
     noise: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """Computes the least ε for which `kan_noise`, whose errors it has, is at most `noise`.
+    """Computes the least ε for which `kan_noise` is at most `noise`; a FedsimError if η > 1 there.
 
     Args:
-        noise: standard deviation of z_t over the clipping norm.
+        noise: above 0, standard deviation of z_t over the clipping norm.
         delta: in (0, 1).
         steps: T.
         sampling_rate: q, the probability of an example to be in a step's batch.
@@ -179,5 +181,5 @@ def _reach(delta: float, *, steps: int, sampling_rate: float, correlation: float
 
 
 def kan_least_delta(steps: int, sampling_rate: float) -> float:
-    """Returns the least δ to which Theorem F.12 applies; above 1 where it applies to none."""
+    """Returns 2 exp(-`steps` `sampling_rate` / 3), the least δ of `kan_noise`; it may exceed 1."""
     return math.exp(-steps * sampling_rate / 3) / _SHARE

@@ -97,7 +97,7 @@ def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta:
 
 
 def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
-    """Builds the privacy curve of `mechanism`; errors are those of `delta`, or it has no curve."""
+    """Builds the privacy curve of `mechanism` from values of its keys; errors as `make`."""
     made = make(mechanism, "curve", keys)
     assert isinstance(made, Curve)
     return made
@@ -105,9 +105,9 @@ def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
 
 @contextmanager
 def numerics_errors() -> Iterator[None]:
-    """Ignores every RuntimeWarning within the block, and makes errors of numerics FedsimErrors.
+    """Makes numerical errors in the `with` block FedsimErrors, and ignores its RuntimeWarnings.
 
-    These are ArithmeticError, ValueError, RuntimeError and MemoryError.
+    Such errors are ArithmeticError, ValueError, RuntimeError and MemoryError.
     """
     with warnings.catch_warnings():
         # Branches that np.where discards may overflow; what matters is refused by `require_finite`.
@@ -123,7 +123,7 @@ def _with_unit(made: Stated, answer: Answer) -> Answer:
 
 
 def require_finite(found: _Found) -> _Found:
-    """Returns the dataclass `found`; NaN, or infinity but of ε and log δ, is a FedsimError."""
+    """Returns the dataclass `found`; a NaN in a field, or an infinite δ or noise: FedsimError."""
     for name, value in asdict(found).items():
         each = tuple(value.values()) if isinstance(value, dict) else value
         each = each if isinstance(each, tuple) else (each,)
@@ -145,7 +145,9 @@ _MOST_EPSILON = 1e6
 
 
 def load(mechanism: str, part: str) -> type[BaseModel]:
-    """Returns the class of a mechanism's `curve`, `calibration` or `experiment`; fields are keys.
+    """Returns the class of a mechanism's `part`, whose fields are its keys.
+
+    Parts are `curve`, `calibration` and `experiment`.
 
     Raises:
         FedsimError: there is no such mechanism, it cannot be imported, or it has no such part.
@@ -263,7 +265,7 @@ def _epsilon(value: float) -> float:
 
 
 def probability(value: float) -> float:
-    """Returns `value`, a δ, as a float; one not above 0 and below 1 is a FedsimError."""
+    """Returns `value`, a δ, as a float; a FedsimError if it is not in (0, 1)."""
     if not 0 < value < 1:
         raise FedsimError(f"delta: got {value:g}; expected a probability above 0 and below 1")
     return float(value)
@@ -289,7 +291,8 @@ def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) ->
         answer: what is marked, an answer of `delta` or `epsilon` with these keys.
 
     Raises:
-        FedsimError: the path does not end in .png, or a key is wrong.
+        FedsimError: the path does not end in .png, a key is wrong, or the curve cannot be computed.
+        OSError: the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

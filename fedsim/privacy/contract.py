@@ -69,7 +69,7 @@ class Answer:
     """The difference between two neighbours, in words; nothing is claimed for any others."""
 
 
-def larger(found: Mapping[Direction, float]) -> Direction:
+def _larger(found: Mapping[Direction, float]) -> Direction:
     """Returns the direction whose figure is larger; NaN is the largest, so that it is reported."""
     # A NaN compares false with everything: a plain maximum would keep or drop it by its place.
     return max(found, key=lambda way: (math.isnan(found[way]), found[way]))
@@ -95,14 +95,14 @@ class Curve(Stated):
 
     @abstractmethod
     def delta(self, epsilon: float) -> Answer:
-        """Computes the least δ for ε >= 0, in field `delta`; of two directions, the larger."""
+        """Returns an answer whose `delta` is the least δ at ε >= 0, of the larger direction."""
 
     @abstractmethod
     def epsilon(self, delta: float) -> Answer:
-        """Computes the least ε >= 0 for δ in (0, 1), in field `epsilon`; inf if there is none."""
+        """Returns an answer whose `epsilon` is the least ε >= 0 at δ in (0, 1); inf if none is."""
 
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
-        """Computes log δ at each of `epsilons` >= 0, an array of the same shape for each direction.
+        """Computes ln δ at each of `epsilons` >= 0: for each direction an array of their shape.
 
         The only key is `both` where the directions are alike or not known apart, as by default.
         """
@@ -132,23 +132,26 @@ class ExactCurve(Curve):
 
     @abstractmethod
     def epsilons(self, delta: float) -> Mapping[Direction, float]:
-        """Computes the least ε >= 0 for δ in (0, 1) by direction, or of the larger; inf if none."""
+        """Computes the least ε >= 0 at δ in (0, 1) for each direction, or for the larger alone.
+
+        It is inf if there is none.
+        """
 
     def details(self) -> Mapping[str, Any]:
         """Returns further fields of the answers by name, such as `sigma`; by default none."""
         return {}
 
     def delta(self, epsilon: float) -> Answer:
-        """Computes δ at ε >= 0 in the direction where it is larger."""
+        """Returns an answer with δ at ε >= 0, in the direction where it is larger."""
         lines = self.log_deltas(np.array([epsilon]))
         found = {way: float(values[0]) for way, values in lines.items()}
-        way = larger(found)
+        way = _larger(found)
         return self._answer(epsilon, found[way], way)
 
     def epsilon(self, delta: float) -> Answer:
-        """Computes the least ε >= 0 for δ in (0, 1), in the direction where it is larger."""
+        """Returns an answer with the least ε >= 0 at δ in (0, 1), of the larger direction."""
         found = self.epsilons(delta)
-        way = larger(found)
+        way = _larger(found)
         return self._answer(found[way], float(np.log(delta)), way)
 
     def _answer(self, epsilon: float, log_delta: float, direction: Direction) -> Answer:
@@ -190,7 +193,7 @@ class Experiment(Keys):
         return self.claims.model_validate(self.model_dump(exclude={"sabotage"}))
 
     def claim(self, delta: float) -> float:
-        """Returns the ε that is claimed at δ; for an estimate, the upper end of its interval."""
+        """Returns the ε claimed at δ in (0, 1); for an estimate, the upper end of its interval."""
         found = self.curve().epsilon(delta)
         # An estimate is below the truth about half of the time;
         # only the interval's end may be claimed.
@@ -202,10 +205,10 @@ class Experiment(Keys):
 
     @abstractmethod
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
-        """Draws releases; returns (draws,) log likelihood ratios, or what increases with them.
+        """Draws `draws` releases from `rng`; returns (draws,) scores, rising with the likelihood.
 
-        `present` says which of the two neighbours is released: the higher a score, the likelier
-        that.
+        `present` says which of the two neighbours is released: the higher a score, the likelier it
+        is the one with the row.
         """
 
 

@@ -62,7 +62,7 @@ _INDEPENDENT = ("poisson", "balls_in_bins")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReleases:
-    """A client's answers to probes, besides training: `count` batches, each `releases` times."""
+    """A client's answers to probes of one size: `count` batches, each released `releases` times."""
 
     declared: LocalTraining
     """The local training of a probe, before the stack's training defenses."""
@@ -86,14 +86,15 @@ class Entry:
     num_examples: int
     """Number of examples that the client holds."""
     delta: float
+    """δ, in (0, 1)."""
     buffers_released: bool = False
     """Whether clients also send batch-norm statistics, which no defense protects."""
     release: Release | None = None
     """The release that a closed-form learner makes of all of a client's rows in each round; None
-    of a learner that trains."""
+    for a learner that trains."""
     schedules: Collection[tuple[bool, ...]] = ()
-    """Whether a client took part, by client and round so far. Only noise of the server
-    that is correlated over rounds depends on it; by default one client took part in all."""
+    """Whether a client took part in each round so far, a tuple for each client. Only noise of the
+    server that is correlated over rounds depends on it. Empty: one client took part in all."""
     private_statistics: Mapping[Unit, Collection[str]] = field(default_factory=dict)
     """Names, by unit, of quantities that clients compute with and that the unit's data influenced
     without noise. A unit then moves more than its own contribution, and nothing is claimed."""
@@ -229,17 +230,17 @@ def of_steps(
     delta: float,
     known: float = 0.0,
 ) -> tuple[float, str]:
-    """Returns ε, and its accountant's name, of `rounds` rounds whose steps release by `mechanism`.
+    """Returns (ε, its accountant's name) of `rounds` rounds whose steps release by `mechanism`.
 
     ε is inf where the noise is too small for a finite one, and 0 without any release.
 
     Args:
-        mechanism: the Gaussian mechanism of a step.
+        mechanism: the Gaussian mechanism of a step; `releases` is the number of steps of a round.
         training: local training after the stack's training defenses.
         rounds: rounds that the client takes part in.
-        num_examples: number of examples that the client holds.
+        num_examples: number of examples that the client holds, at least a batch.
         delta: in (0, 1).
-        known: as of `Entry`.
+        known: ε that another client spends anyway, see `Entry.known`.
     """
     if mechanism.sampling not in _INDEPENDENT:
         spent = _Batches(mechanism, rounds, 1, training.batch_size)

@@ -14,7 +14,7 @@ from fedsim.types import FedsimError
 
 
 def tpr_limit(epsilon: float, delta: float, fpr: float) -> float:
-    """Computes the largest true positive rate of any test with the false positive rate `fpr`.
+    """Computes the largest true positive rate of a test under (ε, δ), at false positive rate `fpr`.
 
     Raises:
         FedsimError: ε is negative or NaN, or δ or `fpr` is not in [0, 1].
@@ -35,8 +35,8 @@ def tpr_limit(epsilon: float, delta: float, fpr: float) -> float:
 def certain_rate(accused: int, others: int, error: float = 0.025) -> float:
     """Returns a false positive rate that a threshold exceeds with probability `error` at most.
 
-    The threshold is the `accused`-th highest of the scores of so many `others`; one that is no
-    score of them is a FedsimError.
+    The threshold is the `accused`-th highest of the scores of so many `others`: a FedsimError if
+    `accused` is not from 1 to `others`. `error` is in (0, 1).
 
     >>> round(certain_rate(1, 999), 4)
     0.0037

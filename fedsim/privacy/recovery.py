@@ -44,10 +44,12 @@ def tensor_rate(
     clipped: float = 1.0,
     kept: float = 1.0,
 ) -> float:
-    """Computes K (B + σ c) sqrt(d / (p m)), to which the tensor attack's error is proportional.
+    """Computes K (B + σ c) sqrt(d / (p m)), proportional to the error of `tensor_features`.
+
+    Source: Liu et al., Data Reconstruction Attacks and Defenses, section 3. Nothing is checked.
 
     Args:
-        width: m, planted neurons.
+        width: m, number of planted neurons.
         dimension: d of the features.
         images: B; of several local steps on different batches, the images of all of them.
         classes: K.
@@ -146,13 +148,13 @@ def _activation_moment(activation: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBound:
-    """The paper's upper bound on the tensor attack's error, and whether its theorem applies."""
+    """Liu et al.'s upper bound on the error of attack `tensor_features`, and whether it applies."""
 
     rate: float | None = None
     """`tensor_rate`, to which the bound is proportional; None if theory says nothing."""
     value: float | None = None
-    """rate / (min(|ν|, |λ|) π_min²): root mean square distance of unit features, the hidden
-    constant and logarithms taken for 1; None if theory says nothing."""
+    """rate / (min(|ν|, |λ|) π_min²), ν and λ being moments of the activation: root mean square
+    distance of unit features, the hidden constant and logarithms taken for 1; None as `rate`."""
     reason: str | None = None
     """The first condition that fails; None if the theorem applies and says something."""
 
@@ -173,16 +175,16 @@ def tensor_bound(
     independence: float = 1.0,
     steps: int = 1,
 ) -> TensorBound:
-    """Returns Theorem B.1's bound at `rate`, with what of its conditions can be checked.
+    """Returns Theorem B.1's bound (Liu et al.) at `rate`, and the first condition that fails.
 
     With every hidden constant and logarithm taken for 1 the conditions are the easiest to meet: a
-    bound that fails here fails whatever they are.
+    bound that fails here fails whatever they are. An unknown `activation` is a KeyError.
 
     Args:
         rate: `tensor_rate` of the same setting, noise and dropout included.
-        width: neurons that dropout left.
+        width: number of neurons that dropout left.
         dimension: d of the features.
-        images: B.
+        images: B, images of a batch.
         classes: K.
         activation: a name that `fedsim privacy recovery` lists.
         independence: π_min in (0, 1], the least singular value of the unit features.
@@ -255,11 +257,11 @@ def gaussian_success_limit(chance: float, distance: float) -> float:
 def mean_limit(
     levels: Sequence[float], chances: Sequence[float], success: Callable[[float], float]
 ) -> float:
-    """Bounds from above the mean score of an attack, given how likely a guess reaches each level.
+    """Bounds from above the mean score of any attack, given how likely a guess reaches each level.
 
-    `levels` are values of the score from least to most, ends of its range included; `chances` are
-    those of a guess without the release to reach each. `success` maps such a chance to a bound on
-    an attack's, as `success_limit` does.
+    `levels` are values of the score from least to most, ends of its range included. `chances` are
+    the probabilities, as many, that a guess without the release reaches each. `success` maps such a
+    chance to a bound on an attack's, as `success_limit` does.
     """
     # The mean of a score X is at most levels[0] + ∫ P(X >= t) dt from there on. The chances fall,
     # so that the value at the left of each interval bounds the integral.
@@ -268,10 +270,10 @@ def mean_limit(
 
 
 def direction_chances(sines: Sequence[float], dimension: int, answers: int = 1) -> list[float]:
-    """Computes for each of `sines` the probability that guesses are as close to a direction.
+    """Computes for each of `sines` the probability that the span of guesses is so close.
 
-    The direction is uniform in `dimension` d. Of `answers` k guesses their span counts, which is
-    closer than each of them.
+    That is the sine of the angle between the span of `answers` guesses and a direction, which is
+    uniform in `dimension` d. It is 1 from d guesses on.
     """
     from scipy.special import betainc
 
@@ -379,11 +381,12 @@ class DefenseBounds:
     """What theory says of one defense; None where it says nothing, with the reason."""
 
     defense: str
+    """Name of the defense, in words."""
     rate: float | None = None
-    """`tensor_rate`, to which the tensor attack's error is proportional."""
+    """`tensor_rate`, to which the error of attack `tensor_features` is proportional."""
     upper: float | None = None
-    """Upper bound of the tensor attack's error, a root mean square distance of unit features, with
-    the hidden constant and logarithms at 1."""
+    """Upper bound of that error, a root mean square distance of unit features, with the hidden
+    constant and logarithms at 1."""
     valid: bool = False
     """Whether the conditions of the theorem hold, as far as they can be checked."""
     reason: str | None = None
@@ -407,7 +410,7 @@ def list_keys(as_json: bool = False) -> str:
 def recovery(keys: Mapping[str, Any]) -> list[DefenseBounds]:
     """Returns the bounds behind each of nine defenses of Liu et al., section 3, in a fixed order.
 
-    `keys` has values by name, which `fedsim privacy recovery` lists.
+    `keys` has values by name, which `list_keys` describes.
 
     Raises:
         FedsimError: a key is missing, unknown or out of range.
@@ -504,7 +507,7 @@ def _dp_sgd(asked: _RecoverySetting) -> DefenseBounds:
 
 
 def describe(bounds: DefenseBounds) -> str:
-    """Words the bounds of a defense in lines for a terminal."""
+    """Returns the bounds of a defense in words, as lines for a terminal."""
     above = "no bound" if bounds.upper is None else f"at most {bounds.upper:.4g} x constant"
     lines = [bounds.defense, f"    tensor attack  {above}"]
     if bounds.reason:

@@ -36,7 +36,10 @@ _LEAST, _TOLERANCE, _CELLS, _TAIL = 0.02, 0.01, 2048, 1e-12
 
 
 def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:
-    """Computes (k, T) y = C z of every row z of `present`, (k, T) participations of 0 or 1."""
+    """Computes y_t = λ y_(t-1) + z_t of each row z (T,) of `present`, λ being `correlation`.
+
+    `present` is (k, T), 1 where an example takes part in a step, else 0; the result is as well.
+    """
     # C z by its recursion, in T steps in place of a T x T product.
     y = present.astype(np.float64)
     for t in range(1, y.shape[1]):
@@ -46,12 +49,11 @@ def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:
 
 @dataclass(frozen=True)
 class Grid:
-    """Levels of y = C z in rising order, the first being 0, and the next level after a step.
+    """Levels of y_t = λ y_(t-1) + z_t, rising from 0, and the next level after a step.
 
-    y_t = λ y_(t-1) + z_t, and z_t says whether the example is in the batch of step t, independently
-    with probability q. There are 2^T such vectors; on the grid y is always rounded up or always
-    down, so that what is computed bounds the truth from that side. The grid is geometric with ratio
-    λ^(1/m): decay moves along it exactly, and only a participation is rounded.
+    z_t says whether the example is in the batch of step t, independently with probability q. On the
+    grid y is always rounded up or always down, so that what is computed bounds the truth from that
+    side. The grid is geometric: decay moves along it exactly, and only a participation is rounded.
     """
 
     levels: Array
@@ -62,7 +64,7 @@ class Grid:
     """(M,) indices of the next levels of an example that is in the batch."""
 
     def moves(self, absent: float | Array, present: float | Array) -> Any:
-        """Builds the (M, M) SciPy CSR array that takes weights (M,) of levels one step on.
+        """Builds the (M, M) SciPy CSR array that multiplies weights (M,) of levels for a step.
 
         `absent` and `present`, numbers or (M,), weigh the moves to the levels in these fields.
         """
@@ -76,7 +78,7 @@ class Grid:
 
 
 def grid(correlation: float, least: float, tolerance: float, rounding: Rounding) -> Grid:
-    """Builds the levels of y, exact for λ = 0 and for an example's first participation.
+    """Builds a `Grid`, exact for λ = 0 and for an example's first participation.
 
     Args:
         correlation: λ in [0, 1).
@@ -196,9 +198,10 @@ def _decay_to_come(levels: Array, correlation: float) -> Array:
 def sensitivity(steps: int, correlation: float, participations: int | None = None) -> float:
     """Computes the L2 sensitivity of all steps together to one example of clipping norm 1.
 
-    That is the largest ||C z||, C_ij = λ^(i-j) for i >= j, over z (T,), T being `steps` and λ, in
-    [0, 1), the `correlation`. z is 1 in `participations` steps (None, or above T: in all) and else
-    0. An example that is left out moves the steps by so much; one that is replaced, by twice that.
+    Step t of T, `steps`, has the noise z_t - λ z_(t-1), λ in [0, 1) being the `correlation`. The
+    result is the largest ||C z||, C_ij = λ^(i-j) for i >= j, over
+    z (T,) that is 1 in `participations` steps (None, or above T: in all) and else 0. It is of an
+    example that is left out; one that is replaced moves the steps by twice that.
 
     >>> sensitivity(4, 0.0), sensitivity(4, 0.0, 1), round(sensitivity(2, 0.5), 6)
     (2.0, 1.0, 1.802776)
@@ -216,7 +219,9 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
 
 
 def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
-    """Computes the largest ||C z|| over one or more public `schedules` z of equal length.
+    """Computes the largest ||C z||, as in `sensitivity`, over one or more public `schedules` z.
+
+    A schedule says of each step whether the client takes part.
 
     >>> reach([(True, False), (False, True)], 0.5) == 1.25**0.5
     True
@@ -228,15 +233,15 @@ def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
 def log_delta_revealed(
     noise_multiplier: float, epsilon: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """Computes log of a bound on δ(ε) against an attacker who knows an example's batches.
+    """Computes ln of a bound on δ(ε) against an attacker who knows an example's batches.
 
     The example's contribution is exchanged for zero. Batches are drawn independently, or all of one
-    size: other members may depend on whether the example was drawn.
+    size: other members may depend on whether the example was drawn. A FedsimError refuses an ε < 0.
 
     Args:
-        noise_multiplier: σ of z_t over the clipping norm.
+        noise_multiplier: standard deviation of z_t over the clipping norm.
         epsilon: at least 0.
-        steps: T.
+        steps: T, of which step t releases with the noise z_t - λ z_(t-1).
         sampling_rate: probability of the example to be in a step's batch.
         correlation: λ in [0, 1).
     """
@@ -255,7 +260,7 @@ def log_delta_known_bin(
     Where `steps` times `bins` is very large, the bound is looser.
 
     Args:
-        noise_multiplier: σ of z_t over the clipping norm.
+        noise_multiplier: as of `log_delta_revealed`.
         epsilon: at least 0.
         steps: T.
         bins: distance of the example's steps; it may be more than `steps`.
@@ -287,12 +292,12 @@ def _log_mean_delta(
 def log_delta_replaced(
     noise_multiplier: float, epsilon: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """Computes log of a bound on δ(ε) for an example exchanged for any other, in hidden batches.
+    """Computes ln of a bound on δ(ε) for an example exchanged for any other, in hidden batches.
 
     Batches are of one size, drawn without replacement. For one step the bound is attained.
 
     Args:
-        noise_multiplier: σ of z_t over the clipping norm.
+        noise_multiplier: as of `log_delta_revealed`.
         epsilon: at least 0.
         steps: T.
         sampling_rate: probability of the example to be in a step's batch.

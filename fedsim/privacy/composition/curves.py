@@ -43,15 +43,16 @@ _ROUNDING = 1e-14
 
 @lru_cache(maxsize=256)
 def of_mechanisms(parts: tuple[CurveMechanism, ...], delta: float) -> float:
-    """Computes `epsilon` at δ of one release by each of `parts`, which may repeat."""
+    """Computes ε at δ of one release by each of `parts`, which may repeat: see `epsilon`."""
     return epsilon([part.log_delta for part in parts], delta)
 
 
 def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
     """Computes the least proven ε in [0, 10^4] of all releases together at δ; inf if there is none.
 
-    `curves` has a function for each release. The result is exact for a single curve, an upper bound
-    for several, and 0 for none. A δ that is not in (0, 1) is a FedsimError.
+    `curves` has a function for each release, from an array of ε >= 0 to log δ in its shape. The
+    result is exact for one curve, an upper bound for several, and 0 for none. A δ that is not in
+    (0, 1) is a FedsimError.
     """
     target = float(require_delta(delta))
     # what releases nothing costs nothing, not even the rounding of a composition

@@ -53,7 +53,7 @@ class TooFewDraws(FedsimError):  # noqa: N818 - reads as what happened
 class Poisson:
     """An example that is in each step's batch with probability `sampling_rate`, independently.
 
-    `steps` is T, and `correlation` is λ.
+    `steps` is T, and `correlation` is λ of the noise z_t - λ z_(t-1) of step t.
     """
 
     steps: int
@@ -147,7 +147,7 @@ def _forward(x: Array, levels: Array, moves: list[Any]) -> Array:
 class BallsInBins:
     """An example in every `bins`-th step's batch, from a uniform one of the first `bins` on.
 
-    `steps`, which is T, need not be a multiple of `bins`; `correlation` is λ.
+    `steps`, which is T, need not be a multiple of `bins`; `correlation` is λ as of `Poisson`.
     """
 
     # The methods are those of `Poisson`, with vectors in coordinates of the span of all C z, one
@@ -198,8 +198,8 @@ Participations = Poisson | BallsInBins
 class SampledDelta:
     """An estimate of δ at an ε, with its interval (`low`, `high`) at a confidence of 99%.
 
-    `direction`, `forward` for the example's removal or `reverse` for its addition, is the one with
-    the larger upper end.
+    `direction` is the one with the larger upper end: `forward`, the example's removal, or
+    `reverse`, its addition.
     """
 
     delta: float
@@ -225,10 +225,9 @@ class _Draws:
 
 
 class PairCurve:
-    """The estimated curve δ(ε) of a dominating pair at one σ; the same draws serve all ε.
+    """The Monte-Carlo curve δ(ε) of noisy steps on sampled batches; the same draws serve all ε.
 
-    Where participations are rounded, estimates and upper ends are of the pair rounded up, and lower
-    ends of the pair rounded down.
+    `Poisson` participations are rounded: up for estimates and upper ends, down for lower ends.
     """
 
     def __init__(
@@ -239,7 +238,7 @@ class PairCurve:
         seed: int,
         most: int = work.MOST,
     ) -> None:
-        """Checks the work; draws are made when first asked for.
+        """Checks how much work the draws are, and makes them when they are first asked for.
 
         Args:
             participations: how an example takes part in the steps.
@@ -272,7 +271,7 @@ class PairCurve:
         return SampledDelta(delta=delta, low=max(0.0, *lows), high=high, direction=direction)
 
     def estimate(self, epsilon: float) -> float:
-        """Estimates δ of the removal from however few draws: good for a search, not a claim."""
+        """Estimates δ of an example's removal from however few draws; no interval, no claim."""
         return self._draws("forward", "up").delta(epsilon)[0]
 
     def upper(self, epsilon: float) -> tuple[float, Direction]:

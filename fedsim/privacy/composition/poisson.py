@@ -41,7 +41,9 @@ _ROUNDING_OF_LOGS = 1e-11
 def least_bound(
     noise: float, epsilon: float, *, steps: int, sampling_rate: float
 ) -> tuple[float, str]:
-    """Returns (log δ at ε, the method that proves it): the least of the three bounds.
+    """Returns (ln of a proven bound on δ at ε, its method): the least of three bounds.
+
+    One is by privacy loss distributions, one by Rényi divergences, one takes batches for known.
 
     Args:
         noise: standard deviation of a step's noise over the clipping norm.

@@ -184,15 +184,16 @@ class _CorrelatedKeys(_Steps):
 class CorrelatedCurve(_CorrelatedKeys, Curve):
     """Curve δ(ε) of T correlated releases whose noise is given.
 
-    A figure that was estimated has an `interval`, whose upper end is what may be claimed; `delta`
-    (or `epsilon`) itself is then the estimate.
+    Further keys: `steps` (T), `sampling`, `sampling_rate` (q), `correlation` (λ), `variant`,
+    `relation`, `seed` and `draws`, see `fedsim privacy`. An estimated figure has an `interval`,
+    whose upper end is what may be claimed.
     """
 
     noise_multiplier: Annotated[float, Field(gt=0, le=1e12)]
     """σ: standard deviation of z_t over the clipping norm (not of the correlated noise)."""
 
     def delta(self, epsilon: float) -> Answer:
-        """Computes δ at ε >= 0; an answer by random draws is an estimate with an `interval`."""
+        """Computes δ at ε >= 0: by draws an estimate with an `interval`; errors as `epsilon`."""
         if self.variant == "paper":
             return self._told(epsilon, self._paper_delta(epsilon), baselines.KAN_METHOD)
         if exact := self._exact():
@@ -276,13 +277,14 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
 
 @final
 class CorrelatedCalibration(_CorrelatedKeys, Calibration):
-    """The least noise of T correlated releases that are together (ε, δ)-private."""
+    """The least noise of T correlated releases that are (ε, δ)-private; keys: `CorrelatedCurve`."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """Finds the least noise multiplier: the standard deviation of z_t over the clipping norm.
 
         The answer has it as `noise_multiplier` and as `sigma`. Where draws are needed, the upper
-        end of δ's interval, of draws that the search has not seen, stays below `delta`.
+        end of δ's interval, of draws that the search has not seen, is at most `delta`. Errors are
+        as of `CorrelatedCurve.epsilon`, and a FedsimError if no noise is found.
         """
         if self.variant == "paper":
             noise = baselines.kan_noise(epsilon, delta, **self._shape)

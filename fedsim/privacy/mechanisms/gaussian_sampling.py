@@ -131,11 +131,12 @@ class _GaussianSamplingCalibration(_Neighbours, Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SamplingRelease(CurveMechanism):
-    """A number of draws of a covariance that differs from any neighbour's in two eigenvalues."""
+    """Draws of N(0, K), K differing from any neighbour's in two eigenvalues: see the base class."""
 
     samples: int
+    """Number of draws, from 0."""
     eigenvalues: tuple[tuple[float, float], ...]
-    """Rows (λ+, λ-) of `kernel_distance`, the largest between neighbours."""
+    """Rows (λ+, λ-), bounds of how far these are above and below 1, as `kernel_distance` has."""
     accountant: str = "exact Gaussian sampling"
 
     def log_delta(self, epsilons: Array) -> Array:

@@ -42,11 +42,11 @@ _PIECES = 128
 
 
 def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
-    """Computes r = 2 sqrt(s) B β, the largest L2 distance that φ moves.
+    """Computes r = 2 sqrt(s) B β, the largest L2 distance that a row's features φ(x) move.
 
-    `beta` is β > 0, the largest L2 distance that the row moves. `gain` is s > 0, the largest
-    eigenvalue of S (σ² for the continuous kernel). `row_norm` is B > 0, the bound on a
-    row's L2 norm. Other values are a FedsimError.
+    They are those of the kernel (x'z)(x'Sz). `beta` is β > 0, the largest L2 distance that the row
+    moves (above 2 B it counts as 2 B). `gain` is s > 0, the largest eigenvalue of S. `row_norm` is
+    B > 0, the bound on a row's L2 norm. Other values are a FedsimError.
     """
     for name, value in (("beta", beta), ("gain", gain), ("row_norm", row_norm)):
         require_positive(name, value)
@@ -55,7 +55,9 @@ def feature_shift(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> f
 
 
 def lift_distance(beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
-    """Computes the largest distance M of neighbours for K + γ I, whatever the rows are.
+    """Computes M, the largest |K^½ K'⁻¹ K^½ - I|_F of neighbours' K and K', whatever the rows are.
+
+    K is the kernel matrix of (x'z)(x'Sz) plus γ I; one row moves. It fails as `feature_shift`.
 
     Args:
         beta: β > 0, the largest L2 distance that a row moves.
@@ -73,9 +75,10 @@ def lift_distance(beta: float, lift: float, *, gain: float = 1.0, row_norm: floa
 def eigenvalues_under_lift(
     beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0
 ) -> Array:
-    """Computes (1, 2) the largest λ+ = exp(s) - 1 and λ- = 1 - exp(-s) for K + γ I and any rows.
+    """Computes (1, 2) [[λ+, λ-]], how far K^½ K'⁻¹ K^½ has eigenvalues above and below 1.
 
-    That s is 2 arsinh(a / 2), a the `feature_shift` over sqrt(γ).
+    K and errors are as of `lift_distance`. λ+ = exp(s) - 1 and λ- = 1 - exp(-s), where s is
+    2 arsinh(a / 2) and a the `feature_shift` over sqrt(γ).
 
     Args:
         beta: β > 0, the largest L2 distance that a row moves.
@@ -99,11 +102,12 @@ def eigenvalues_above_floor(
 ) -> Array:
     """Computes (n, 2) bounds of (λ+, λ-) if the neighbour's matrix has no eigenvalue below `least`.
 
-    Both eigenvalues of any two neighbours are within the bounds of one of the n rows.
+    They are as of `eigenvalues_under_lift`, without γ; those of any two neighbours are within the
+    bounds of one of the n rows. It fails as `feature_shift`.
 
     Args:
         beta: β > 0, the largest L2 distance that a row moves.
-        least: η > 0.
+        least: η > 0, assumed of the kernel matrix.
         gain: s > 0, the largest eigenvalue of S.
         row_norm: B > 0, the bound on a row's L2 norm.
     """

@@ -40,11 +40,11 @@ from fedsim.types import FedsimError
 
 
 def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes B, the least bound of noise of scale sensitivity / ε > 0 that is (ε, δ)-private.
+    """Computes B, the least bound of truncated Laplace noise of scale sensitivity / ε.
 
-    The noise of one number is within ± B, in the units of `sensitivity`, the largest distance of
-    neighbours' values. The arguments broadcast; a FedsimError refuses a sensitivity or ε that is
-    not above 0, and a δ that is not in (0, 1).
+    Its density on ± B is proportional to exp(-|x| / scale). One number with it is (ε, δ)-private,
+    `sensitivity` being the largest distance of neighbours' values, in the units of B. The arguments
+    broadcast. A FedsimError refuses a sensitivity or ε that is not above 0, and a δ not in (0, 1).
 
     >>> float(bound(1.0, 1.0, 1e-5).round(4))
     11.3611
@@ -110,7 +110,10 @@ def _epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> fl
 
 
 def std(scale: float, bound: float) -> float:
-    """Computes the noise's standard deviation, in the units of `scale` and `bound`; unchecked."""
+    """Computes the standard deviation of truncated Laplace noise, in the units of both arguments.
+
+    Its density on ± `bound` is proportional to exp(-|x| / `scale`); both are above 0, unchecked.
+    """
     from scipy.special import gammainc
 
     # E[x²] of a truncated exponential is Γ(3) = 2 times the regularized gammainc(3), over its mass.

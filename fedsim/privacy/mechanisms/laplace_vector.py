@@ -75,7 +75,10 @@ def _log_delta(
 @final
 @dataclass(frozen=True, kw_only=True)
 class LaplaceRelease(CurveMechanism):
-    """Truncated Laplace noise on each of `dimension` entries, moved by `beta` in L2 norm."""
+    """Truncated Laplace noise on `dimension` entries that move by at most `beta` in L2 norm.
+
+    Its density on ± `bound` is proportional to exp(-|x| / `scale`).
+    """
 
     scale: float
     bound: float
@@ -83,7 +86,7 @@ class LaplaceRelease(CurveMechanism):
     accountant: str = "truncated Laplace noise"
 
     def log_delta(self, epsilons: Array) -> Array:
-        """Computes log δ at each of `epsilons` >= 0."""
+        """Computes log δ at each of `epsilons` >= 0; a FedsimError refuses fields not above 0."""
         return _log_delta(self.beta, self.scale, self.bound, self.dimension, epsilons)
 
 
@@ -94,10 +97,10 @@ def calibrate_noise(
     delta: float,
     calibration: ScaleChoice = "tight",
 ) -> tuple[float, float]:
-    """Finds (scale, bound) of the noise on each entry that makes the vector (ε, δ)-private.
+    """Finds (scale, bound), as of `LaplaceRelease`, that make a noisy vector (ε, δ)-private.
 
     Args:
-        distance: β, the largest L2 distance of neighbours' vectors.
+        distance: β, the largest L2 distance of neighbours' vectors, in whose units both are.
         dimension: d, the number of entries.
         epsilon: above 0.
         delta: in (0, 1); another is a FedsimError.

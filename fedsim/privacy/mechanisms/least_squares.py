@@ -64,13 +64,14 @@ def log_delta(
     epsilon: ArrayLike,
     direction: Direction = "both",
 ) -> Array:
-    """Computes log δ of least squares for a row of given leverages, right where δ underflows.
+    """Computes log δ of sketched least squares for a row of given leverages, also at underflow.
 
-    The arguments broadcast.
+    The release is N(x, |e|² (B'B)^-1 / r), x and e being solution and residual of min |B x - b|.
+    The arguments broadcast; those out of range are a FedsimError.
 
     Args:
-        p: leverage of the row in B, in [0, 1].
-        q: leverage of the row in [B, b], in [p, 1].
+        p: leverage of the row in B (the features), in [0, 1].
+        q: leverage of the row in [B, b] (with the target), in [p, 1].
         r: rows of the sketch that the release stands for, at least 1.
         d: features, at least 1.
         epsilon: at least 0.
@@ -169,7 +170,9 @@ def _worst(
 def is_private(
     leverage: float, residual: float, r: float, d: float, epsilon: float, delta: float
 ) -> bool:
-    """Returns whether every row of at most that leverage and residual is (ε, δ)-private.
+    """Returns whether the release of `log_delta` is (ε, δ)-private for every row within bounds.
+
+    A FedsimError refuses r or d below 1, and ε below 0.
 
     Args:
         leverage: largest leverage q of a row in [B, b], in (0, 1].
@@ -183,7 +186,9 @@ def is_private(
 
 
 def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
-    """Finds the largest bound on q at which every row's δ is at most `delta`.
+    """Finds the largest leverage q in [B, b] up to which every row's δ is at most `delta`.
+
+    The release is that of `log_delta`.
 
     Args:
         epsilon: at least 0.
@@ -192,7 +197,7 @@ def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
         d: features.
 
     Raises:
-        FedsimError: the bound is below 1e-50.
+        FedsimError: an argument is out of range, or the leverage is below 1e-50.
     """
 
     def log_worst(odds: float, rounds: int = _ROUNDS) -> float:
@@ -216,7 +221,7 @@ def sigma(
     delta: float,
     variant: NoiseVariant = "tight",
 ) -> float:
-    """Finds σ of the rows σ I appended to [B, b] that makes the release (ε, δ)-private.
+    """Finds σ of the rows σ I appended to [B, b] that makes `log_delta`'s release (ε, δ)-private.
 
     Args:
         row_norm: l, the largest L2 norm of a row of [B, b]; σ is in its units.
@@ -422,7 +427,7 @@ class RegressionRelease(ExactMechanism):
     accountant: str = "exact least squares, worst row"
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Computes ε of the worst row at δ: `releases` times that of one at δ / `releases`."""
+        """Computes ε of the worst row: `releases` times that at δ / `releases`; maybe inf."""
         keys = (self.leverage, self.residual, self.columns, self.features)
         return releases * _worst_epsilon(*keys, delta / releases)
 

@@ -32,12 +32,12 @@ _CERTAIN = 1e-10
 
 @dataclass(frozen=True)
 class NormalPair:
-    """Two normal distributions as a log-likelihood ratio, for `quadratic`.
+    """Two normal distributions N1 and N2 as a log-likelihood ratio; `pair` makes it.
 
-    At draws x of the first, log N2(x) / N1(x) is Σ_j (a_j Z_j² / 2 + b_j Z_j) + c of d standard
-    normal Z_j. The constant c follows from the others: the mean of N2 / N1 is 1. Signs of b_j make
-    no difference. `apart` says that the two have different supports: then every δ is 1, and the
-    arrays are empty.
+    At draws x of N1, log N2(x) / N1(x) is Σ_j (a_j Z_j² / 2 + b_j Z_j) + c of d standard normal
+    Z_j. The constant c follows from the others: the mean of N2 / N1 is 1. Signs of b_j make no
+    difference. `apart` says that the two have different supports: then every δ is 1, and the arrays
+    are empty.
     """
 
     a: Array
@@ -49,7 +49,7 @@ class NormalPair:
     apart: bool = False
 
     def log_delta(self, epsilon: ArrayLike) -> Array:
-        """Computes log δ of the first distribution against the second, at ε >= 0, in its shape.
+        """Computes ln δ of N1 against N2 at ε >= 0, in its shape; a FedsimError for other ε.
 
         >>> two = pair([0, 0], [[1, 0], [0, 2]], [1, 0], [[1, 0], [0, 1]])
         >>> float(np.exp(two.log_delta(0.5)).round(6))
@@ -78,7 +78,7 @@ class NormalPair:
             )
         return quadratic.epsilon(self.a, self.rest, self.shift, np.ones_like(self.a), target)
 
-    def log_ratio(self, z: Array) -> Array:
+    def _log_ratio(self, z: Array) -> Array:
         """Computes (...) log N1(x) / N2(x) at draws x of N1, as standard normal z (..., d)."""
         # With this constant E[exp(-L)] = 1 under the first
         # distribution, as of any likelihood ratio.
@@ -167,7 +167,7 @@ def _estimate(
     total, done, size = 0.0, 0, max(1, (1 << 22) // len(pair.a))
     while done < draws:
         part = min(size, draws - done)
-        ratio = pair.log_ratio(rng.standard_normal((part, len(pair.a))))
+        ratio = pair._log_ratio(rng.standard_normal((part, len(pair.a))))
         # (1 - exp(ε - L))+ is 1 - exp(min(ε - L, 0)).
         total += float(-np.expm1(np.minimum(epsilon - ratio, 0.0)).sum())
         done += part

@@ -57,12 +57,11 @@ _UP = 1 + 1e-12
 
 
 def bound(sigma: float, row_norm: float, leverage: float) -> float:
-    """Computes the largest leverage of a row v of norm up to l in [D; σ I], given that in D.
+    """Computes the largest leverage that a row v of the data D has once rows σ I are appended.
 
-    `row_norm` is l, and `leverage` is p in (0, 1], the largest leverage of v in D; without any
-    knowledge of D it is 1, since D holds the row itself. v'(D'D)^-1 v <= p says that D'D - vv'/p is
-    positive semidefinite: with σ² I added the leverage is at most 1 / (1/p + σ²/l²), which a
-    database of rows along v attains.
+    The leverage in D is v'(D'D)^-1 v. That with σ is at most 1 / (1/p + σ²/l²), which rows along v
+    attain. `row_norm` is l > 0, the bound on the L2 norm of v. `leverage` is p in (0, 1], the
+    bound on the leverage in D: 1 without knowledge of D. Nothing is checked.
     """
     return 1 / (1 / leverage + (sigma / row_norm) ** 2)
 
@@ -80,7 +79,7 @@ def lowering(allowed: float, row_norm: float, leverage: float) -> float:
 
 
 def regularize_leverage(leverage: float, sabotage: float) -> float:
-    """Computes a row's leverage |v|² / (|v|² + σ²) after the noise σ is multiplied by `sabotage`.
+    """Computes |v|² / (|v|² + (`sabotage` σ)²), given `leverage` = |v|² / (|v|² + σ²), in [0, 1].
 
     >>> regularize_leverage(0.5, 1.0), regularize_leverage(0.5, 0.5)
     (0.5, 0.8)
@@ -91,12 +90,12 @@ def regularize_leverage(leverage: float, sabotage: float) -> float:
 def log_delta(
     leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
 ) -> Array:
-    """Computes log δ of a Gaussian random projection, right where δ underflows.
+    """Computes log δ of a Gaussian random projection D'G, right where δ underflows.
 
-    The first three arguments broadcast.
+    The first three arguments broadcast; one out of range is a FedsimError.
 
     Args:
-        leverage: leverage of the row in [0, 1]; below 1e-300 it counts as 1e-300.
+        leverage: v'(D'D)^-1 v of the row v in [0, 1]; below 1e-300 it counts as 1e-300, but for 0.
         r: number of columns, at least 1.
         epsilon: at least 0.
         direction: `forward` is the row's removal, `reverse` its addition; `both` is the larger,
@@ -119,7 +118,7 @@ def log_delta(
 
 
 def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
-    """Computes the largest leverage s̄ at which the projection onto `r` columns is (ε, δ)-private.
+    """Computes the largest leverage at which a projection D'G onto `r` columns is (ε, δ)-private.
 
     The arguments broadcast: ε >= 0, δ in (0, 1) and r >= 1; others are a FedsimError.
 
@@ -147,7 +146,7 @@ def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
 
 
 def epsilon(leverage: ArrayLike, r: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes the least ε >= 0 at which the projection onto `r` columns is (ε, δ)-private.
+    """Computes the least ε >= 0 at which a projection D'G onto `r` columns is (ε, δ)-private.
 
     It is inf for leverage 1. The arguments broadcast: leverage in [0, 1], r >= 1 and δ in (0, 1);
     others are a FedsimError.
@@ -180,7 +179,9 @@ def sigma(
     delta: ArrayLike,
     variant: ProjectionVariant = "tight",
 ) -> Array:
-    """Computes σ that makes D'G + σ N (ε, δ)-private for rows of norm up to `row_norm`.
+    """Computes σ that makes the noisy projection D'G + σ N (ε, δ)-private.
+
+    The arguments broadcast; one out of range is a FedsimError.
 
     Args:
         row_norm: l, the largest L2 norm of a row of D; σ is in its units.
@@ -336,16 +337,16 @@ class _RandomProjectionCalibration(Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProjectionRelease(ExactMechanism):
-    """Gaussian random projections in whose (regularized) database no row has more `leverage`.
+    """Gaussian random projections D'G of data in which no row has more than `leverage`.
 
-    One release has that many `columns`. Projections by independent matrices are one projection onto
-    all their columns.
+    That is the leverage in (0, 1] once noise, as rows σ I, is appended to D. G has `columns`
+    columns; several releases are one projection onto all their columns.
     """
 
     leverage: float
     columns: int
     without_noise: float = 1.0
-    """The leverage before anything was added to the database."""
+    """The largest leverage of a row in D itself, without noise."""
     accountant: str = "exact random projection"
 
     def epsilon(self, delta: float, releases: int) -> float:

@@ -42,9 +42,10 @@ _SPREADS = np.unique(np.round(np.concatenate([np.arange(1, 33), 2 ** np.arange(5
 
 
 def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
-    """Computes log δ of `k` draws for covariances at a `distance` M: the largest over eigenvalues.
+    """Computes log δ of `k` draws of N(0, K), for neighbours' covariances K' at a distance of M.
 
-    The arguments broadcast: k >= 1, M >= 0 (from 1 on, δ is 1) and ε >= 0; others: a FedsimError.
+    M is |K^(1/2) K'^-1 K^(1/2) - I|_F, and δ the largest at that distance. The arguments broadcast:
+    k >= 1, M >= 0 (from 1 on, δ is 1) and ε >= 0; others are a FedsimError.
 
     >>> float(np.exp(log_delta(1000, 0.1, 5.0)).round(6))
     0.120146
@@ -73,10 +74,11 @@ def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
 
 
 def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
-    """Computes log δ, in the shape of `epsilon`, of `k` draws of the worst of the `eigenvalues`.
+    """Computes log δ, in the shape of `epsilon` >= 0, of `k` >= 1 draws of N(0, K).
 
-    These are (n, 2) rows of (λ+, λ-), at least 0. For any neighbours in either order, K^(1/2) K'^-1
-    K^(1/2) has the eigenvalues 1 + a and 1 - b. One of the rows has a <= λ+ and b <= λ-.
+    `eigenvalues` are (n, 2) rows of (λ+, λ-), at least 0. For any neighbours in either order,
+    K^(1/2) K'^-1 K^(1/2) has the eigenvalues 1 + a and 1 - b besides ones, and one of the rows has
+    a <= λ+ and b <= λ-. δ is 1 if some λ- is 1 or more. Arguments out of range are a FedsimError.
     """
     count, eps = require_range("k", k, 1.0, np.finfo(float).max, "draws"), require_epsilon(epsilon)
     up, down = require_range("eigenvalues", eigenvalues, 0.0, np.inf, "two of 0 or more").T
@@ -90,7 +92,7 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
 
 
 def log_delta_at(k: float, separation: float | Array, epsilon: ArrayLike) -> Array:
-    """Computes `log_delta` at a distance, a number, or `log_delta_of` eigenvalues, an array."""
+    """Computes `log_delta` if `separation` is a distance, `log_delta_of` if it is an array."""
     if isinstance(separation, np.ndarray):
         return log_delta_of(k, separation, epsilon)
     return log_delta(k, separation, epsilon)
@@ -99,8 +101,8 @@ def log_delta_at(k: float, separation: float | Array, epsilon: ArrayLike) -> Arr
 def epsilon(k: float, separation: float | Array, delta: float) -> float:
     """Computes the least ε >= 0 at which δ of `k` draws is at most `delta`.
 
-    `separation` is as of `log_delta_at`. The result is inf where neighbours' covariances may be
-    told apart for sure, as at a distance of 1.
+    `separation` and errors are as of `log_delta_at`. The result is inf where neighbours'
+    covariances may be told apart for sure, as at a distance of 1.
     """
     at_zero = float(log_delta_at(k, separation, 0.0))
     target = float(np.log(require_delta(delta)))

@@ -29,10 +29,10 @@ _RANGE = "a number of at least 0"
 
 
 def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
-    """Computes log δ(ε) of the Gaussian mechanism; the result is right where δ underflows.
+    """Computes ln δ(ε) of the Gaussian mechanism; the result is right where δ underflows.
 
-    `noise_multiplier` is the noise's standard deviation over the L2 sensitivity. Both directions
-    are alike. The arguments broadcast.
+    `noise_multiplier` is the noise's standard deviation over the L2 sensitivity, 0 for δ = 1. Both
+    directions are alike. The arguments broadcast.
 
     Raises:
         FedsimError: `noise_multiplier` is below 0 or `epsilon` not in [0, ∞).
@@ -50,7 +50,9 @@ def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
 
 
 def epsilon(noise_multiplier: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes the least ε >= 0 such that the mechanism is (ε, δ)-private; inf without noise.
+    """Computes the least ε >= 0 at which the Gaussian mechanism is (ε, δ)-private; or inf.
+
+    `noise_multiplier` is as of `log_delta`, and the arguments broadcast.
 
     Raises:
         FedsimError: `noise_multiplier` is below 0 or `delta` not in (0, 1).

@@ -268,7 +268,10 @@ _FAR = 1e12
 def log_delta(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, epsilon: ArrayLike
 ) -> Array:
-    """Computes log δ in the shape of `epsilon`; the last axis of the others counts the groups j.
+    """Computes ln δ(ε), in the shape of `epsilon`, where δ(ε) = E[(1 - exp(ψ))+].
+
+    ψ is Σ_j (a_j |Z_j|² / 2 + b_j . Z_j) + c, with Z_j of m_j standard normal numbers; E[exp(ψ)] =
+    exp(ε) fixes c. The last axis of all but `epsilon` counts the groups j. Nothing is checked.
 
     Args:
         a: a_j < 1, finite.
@@ -305,7 +308,7 @@ def _log_delta_and_slope(
 def epsilon(
     a: ArrayLike, rest: ArrayLike, shift: ArrayLike, count: ArrayLike, delta: ArrayLike
 ) -> Array:
-    """Computes the least ε >= 0 at which δ(ε) is at most `delta`, in its shape.
+    """Computes the least ε >= 0 at which δ(ε) of `log_delta` is at most `delta`, in its shape.
 
     Args:
         a: as of `log_delta`, like the next three.

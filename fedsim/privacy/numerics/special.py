@@ -65,7 +65,7 @@ def require_delta(value: ArrayLike) -> Array:
 
 
 def log_gamma_term(a: Array, excess: Array) -> Array:
-    """Computes log(x^a exp(-x) / Γ(a)) at x = a (1 + excess) > 0, in the broadcast shape."""
+    """Computes ln(x^a exp(-x) / Γ(a)) at x = a (1 + excess) > 0, a > 0, in the broadcast shape."""
     return -a * (excess - np.log1p(excess)) + np.log(a / (2 * np.pi)) / 2 - _stirling(a)
 
 
@@ -82,7 +82,7 @@ def _stirling(a: Array) -> Array:
 
 
 def log_gammaincc(a: Array, x: Array) -> Array:
-    """Computes log Pr[Γ(a, 1) >= x] of a > 0 and x >= 0, which broadcast, also at underflow."""
+    """Computes ln Pr[X >= x], X ~ Γ(a, 1), for a > 0 and x >= 0 (broadcast), also at underflow."""
     from scipy.special import gammaincc
 
     a, x = np.broadcast_arrays(a, x)
@@ -103,7 +103,7 @@ def log_gammaincc(a: Array, x: Array) -> Array:
 
 
 def log_gammainc(a: Array, x: Array) -> Array:
-    """Computes log Pr[Γ(a, 1) <= x] of a > 0 and x >= 0, which broadcast, also at underflow."""
+    """Computes ln Pr[X <= x], X ~ Γ(a, 1), for a > 0 and x >= 0 (broadcast), also at underflow."""
     from scipy.special import gammainc
 
     a, x = np.broadcast_arrays(a, x)
@@ -123,7 +123,7 @@ def log_gammainc(a: Array, x: Array) -> Array:
 
 @cache
 def legendre(count: int) -> tuple[Array, Array]:
-    """Returns (`count`,) rising nodes in (0, 1) and weights of sum 1; neither may be changed."""
+    """Returns rising Gauss-Legendre nodes in (0, 1) and weights of sum 1; do not change them."""
     nodes, weights = np.polynomial.legendre.leggauss(count)
     return (nodes + 1) / 2, weights / 2
 
@@ -161,7 +161,7 @@ def solve(
 def least(holds: Callable[[float], bool], *, most: float, tolerance: float = 0.0) -> float:
     """Finds by bisection the least x >= 0 from which on `holds` is true; inf beyond `most`.
 
-    `holds` is true of the result, which is too large by at most `tolerance` relative to x.
+    `holds` is true at the result, which is too large by at most `tolerance` relative to x.
     """
     if holds(0.0):
         return 0.0
