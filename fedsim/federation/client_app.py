@@ -49,7 +49,7 @@ class FederationJob:
     """The scenario as JSON."""
     stack: str
     out: str
-    """Absolute path of the run's folder."""
+    """Path of the run's folder."""
 
     def workload(self) -> Workload:
         """Returns the stack's computations, built at the first call in a process.
@@ -90,8 +90,8 @@ def build(
     """Builds the ClientApp of one stack, which answers for the client that a message comes to.
 
     The client is the number `partition-id` of the node's configuration. The app raises a
-    FedsimError for a message that does not fit the scenario, or asks for a release again with other
-    inputs.
+    FedsimError for a message that does not fit the scenario, or asks for a second release with the
+    same noise.
 
     Args:
         job: Description of the stack's training.

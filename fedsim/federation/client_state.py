@@ -48,7 +48,7 @@ class ClientState:
     client: int
 
     def before(self, round: int) -> Tensors:
-        """Returns the tensors of the last `save` of a round before `round`; empty without any."""
+        """Returns what was last saved before `round`; empty if nothing. Damage is a FedsimError."""
         earlier = [past for past in self._rounds() if past < round]
         return read_tensors(self._path(max(earlier))) if earlier else {}
 
@@ -65,11 +65,11 @@ class ClientState:
             self._path(past).unlink(missing_ok=True)
 
     def save_sent(self, round: int, sent: Tensors) -> None:
-        """Keeps the tensors that `training.client.pack_round` made of the update of `round`."""
+        """Keeps `sent`, which `training.client.pack_round` made of the update of `round`."""
         write_tensors(self._sent_path(round), sent)
 
     def load_sent(self, round: int) -> Tensors:
-        """Returns the tensors that `save_sent` kept of `round`; empty if there are none."""
+        """Returns what `save_sent` kept of `round`; empty without it. Damage is a FedsimError."""
         path = self._sent_path(round)
         return read_tensors(path) if path.exists() else {}
 
@@ -96,11 +96,11 @@ class ClientState:
         remove_torn(self._path(0).parent)
 
     def answer(self, asked: tuple[int, ...], inputs: Sequence[Tensors]) -> None:
-        """Notes that the client answers one order, once for all, for these `inputs`.
+        """Notes that the client answers the order `asked` at these `inputs`, before it answers.
 
-        `asked` is the key of the release (`noise_use.release_key`), and `inputs` all tensors that
-        decide the answer beside the client's data. Other inputs later are a FedsimError, as is a
-        new order of a round before the last.
+        `asked` is the key of the release (`noise_use.release_key`), and `inputs` are all tensors
+        that decide the answer beside the client's data. Other inputs than before are a FedsimError,
+        as is a new order of a round before the last one answered.
         """
         self._notes.refuse_past(asked)
         self._notes.use_once(asked, inputs)

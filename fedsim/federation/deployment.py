@@ -37,7 +37,7 @@ class Deployment(FlowerEngine):
     remote: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Refuses, by a FedsimError, versions of Flower whose internals were not tried."""
+        """Refuses, by a FedsimError, an installed Flower whose internals were not tried."""
         from fedsim.federation.network import flower
 
         flower.check_version()
@@ -79,7 +79,7 @@ class Deployment(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Trains with the nodes behind `link`, see `FlowerEngine.train`; None is a FedsimError."""
+        """Trains with the nodes behind `link` (None: a FedsimError), see `FlowerEngine.train`."""
         from fedsim.federation import server_app
         from fedsim.federation.delivery import Delivery
         from fedsim.federation.deployed import NO_LINK, run_name

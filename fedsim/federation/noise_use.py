@@ -62,7 +62,7 @@ class NoiseNotes:
             self._write([*noted, {"asked": list(own), "digest": at}])
 
     def rounds(self) -> list[int]:
-        """Returns the round of each noted release in order of use; none without a file."""
+        """Returns each noted release's round in order of use, if any; damage is a FedsimError."""
         return [entry["asked"][0] for entry in self._read()]
 
     def refuse_past(self, own: tuple[int, ...]) -> None:

@@ -195,7 +195,7 @@ class Averages:
         self._counts[client] = count + 1, clients
 
     def means(self) -> Iterator[MeanRelease]:
-        """Yields each client's mean, by ascending client, with the last release's examples."""
+        """Yields the mean of each client, ascending; its `num_examples` are the last release's."""
         for client, (releases, clients) in sorted(self._counts.items()):
             yield MeanRelease(
                 client=client, update=self._mean(client), num_clients=clients, releases=releases

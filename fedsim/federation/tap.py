@@ -43,8 +43,8 @@ _Ordered = tuple[Message, int, Probe | None]
 class TapGrid:
     """Wraps a grid of one stack, and records what the server sees between `begin` and `end`.
 
-    A strategy is handed it as a `Grid`, and asks it for nothing but node ids. Its `tally` counts
-    what became of the round's messages.
+    A strategy is handed it as a `Grid`, and asks it for nothing but node ids. The field `tally`
+    counts what became of the round's messages.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class TapGrid:
         return self._new_buffers
 
     def get_node_ids(self) -> Iterable[int]:
-        """Returns the nodes of this round's participants, by client: no others are sampled."""
+        """Returns the node ids of this round's participants, by ascending client."""
         return [self._nodes[client] for client in self._plan.participants]
 
     def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:

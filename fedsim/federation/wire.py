@@ -189,7 +189,7 @@ def answer(update: Update, loss: float | None, is_clipped: bool | None = None) -
 
 
 def metrics_of(examples: int, loss: float | None, is_clipped: bool | None) -> MetricRecord:
-    """Returns an answer's number of `examples`, and of its loss and clipping what is not None."""
+    """Returns a record of an answer's number of examples, and of loss and clipping if not None."""
     metrics = MetricRecord({EXAMPLES: examples})
     if loss is not None:
         metrics[LOSS] = loss

@@ -128,7 +128,10 @@ for _ in range(50):
 
 @contextmanager
 def scratch(prefix: str) -> Iterator[Path]:
-    """Makes a private temporary folder for a `with` block; removed as that or the process ends."""
+    """Makes a temporary folder, which only its owner may enter, and gives a `with` block its path.
+
+    Its name begins with `prefix`. It is removed as the block or this process ends.
+    """
     with interrupts.delay_interrupts():
         folder = Path(tempfile.mkdtemp(prefix=prefix))
         sweeper = subprocess.Popen(  # noqa: S603 - this very Python

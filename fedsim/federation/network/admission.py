@@ -176,7 +176,7 @@ class Signatures:
 
     @contextmanager
     def holding(self, key: bytes, size: int) -> Iterator[None]:
-        """Counts `size` bytes as held for `key` in a `with` block; a Refusal (503) if too many."""
+        """Counts `size` bytes held for `key` in a `with` block; too many are a Refusal (503)."""
         # Small ones pass even if large ones have taken all there is, so that no node blocks the
         # others.
         is_small = size <= _STRANGER_BYTES

@@ -178,7 +178,7 @@ class _Budget:
 
 
 def check_version() -> None:
-    """Refuses, by a FedsimError, versions of Flower whose internals were not tried."""
+    """Refuses, by a FedsimError, an installed Flower of which these internals were not tried."""
     found = importlib.metadata.version("flwr")
     if found.rpartition(".")[0] not in VERSIONS:
         raise FedsimError(

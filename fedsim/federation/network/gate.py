@@ -253,7 +253,7 @@ def _contexts(settings: _GateSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def main() -> None:
-    """Runs a gate until SIGINT or SIGTERM; `sys.argv` names its addresses and files."""
+    """Runs a gate until SIGINT or SIGTERM, with the options of `sys.argv` (see `--help`)."""
     parser = argparse.ArgumentParser(prog="python -m fedsim.federation.network.gate")
     parser.add_argument("--listen", required=True, metavar="HOST:PORT")
     parser.add_argument("--superlink", required=True, metavar="HOST:PORT")

@@ -36,7 +36,7 @@ def run_folder(home: Path, run: str) -> Path:
 
 
 def pin_run(home: Path, run: str, stack: str, fingerprint: str, held: str, data: str) -> None:
-    """Notes at first sight what a `stack` of a `run` is; later, all else is a FedsimError.
+    """Notes, at the first call, what a `stack` of a `run` is; other values later are a FedsimError.
 
     Args:
         home: The node's own folder.

@@ -77,7 +77,7 @@ class NodeApp:
             )
 
     def refuse_missing_data(self) -> None:
-        """Refuses, by a FedsimError, data that do not exist, before the node joins."""
+        """Refuses, by a FedsimError, a path `data` that does not exist, before the node joins."""
         if self._data != SCENARIO and not Path(self._data).exists():
             raise FedsimError(
                 f"--data: {self._data}: no such file or folder; `{SCENARIO}` takes the client's "

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class Side:
-    """One of the two connections of an exchange; `role` is what this process is on it."""
+    """A connection to the client or to the SuperLink; `role` is what this process is on it."""
 
     def __init__(
         self,

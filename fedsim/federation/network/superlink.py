@@ -111,7 +111,7 @@ class Child:
         raise FedsimError(f"{name} does not start; its last words: {self.last_words()}")
 
     def await_words(self, words: str, who: str) -> None:
-        """Waits up to two minutes for the program to say `words`; else FedsimError on `who`."""
+        """Waits up to two minutes for the program to say `words`; else a FedsimError on `who`."""
         end = time.monotonic() + 2 * _START_SECONDS
         while words not in self.words():
             if self.status is not None or time.monotonic() > end:

@@ -212,7 +212,7 @@ def open_box(key: bytes, box: bytes, way: bytes) -> bytes:
 
 
 def list_entries(entries: Mapping[int, bytes]) -> bytes:
-    """Returns an encoding of `entries`, bytes by client, to digest; their order does not matter."""
+    """Returns an encoding of `entries`, bytes by client, that does not depend on their order."""
     return b"".join(digest(str(client).encode(), entries[client]) for client in sorted(entries))
 
 

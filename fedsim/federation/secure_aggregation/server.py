@@ -49,7 +49,7 @@ class SumServer:
         return self._terms.neighbours(client, self._directory, directory_digest(self._directory))
 
     def share(self, client: int, boxes: Mapping[int, bytes]) -> None:
-        """Takes boxes of `client` for all its neighbours; missing ones are an `AbortedError`."""
+        """Takes a box of `client` for each neighbour; another set of boxes is an `AbortedError`."""
         sizes = {len(box) for box in boxes.values()}
         if set(boxes) != set(self.neighbours(client)) or sizes != {BOX}:
             raise AbortedError("expected a sealed box for each of its neighbours")

@@ -45,7 +45,7 @@ _ROUNDING = 1e-9
 
 
 def least(members: int, threshold: float) -> int:
-    """Returns the least number of `members` that is a majority and has a share of `threshold`."""
+    """Returns the least number of `members` that is a majority and the share `threshold`."""
     # A majority, so that any two such sets share a member, who consents to one sum only.
     return max(members // 2 + 1, math.ceil(threshold * members - _ROUNDING))
 
@@ -143,7 +143,7 @@ class Terms:
 
     @property
     def shares(self) -> int:
-        """Number of shares that reveal a secret, whoever has published keys."""
+        """Number of shares that reveal a secret; it does not depend on who has published keys."""
         # Otherwise a server could lower it by leaving clients out.
         return self.quorum if self.complete else least(self._degree + 1, self.threshold)
 
