@@ -44,7 +44,7 @@ class Deployed:
 
     @classmethod
     def read(cls, out: Path) -> Deployed:
-        """Reads what `save` wrote in the run's folder `out`; a FedsimError if that fails."""
+        """Reads what `save` wrote in the run's folder `out`; missing or damaged: a FedsimError."""
         path = out / "census.json"
         if not path.exists():
             raise FedsimError(NO_LINK)

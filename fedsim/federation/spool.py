@@ -155,7 +155,7 @@ class MeanRelease:
     releases: int = 1
     """Number of releases that the mean is of."""
     participants: tuple[int, ...] = ()
-    """Clients whose mean it is; empty of one client, and of several releases."""
+    """Clients whose mean it is; empty for one client, and for several releases."""
 
 
 class Averages:

@@ -156,8 +156,8 @@ def order(
 def read_order(content: RecordDict, form: tuple[Tensors, Tensors] | None = None) -> Order:
     """Reads a server's order; a MalformedError says what is missing or wrong in it.
 
-    Parameters and buffers must have the names, shapes and types of `form`, and are returned in its
-    order, in which noise is drawn. None takes any form.
+    Parameters and buffers must have the names, shapes and types of `form`, a pair of both. They are
+    returned in its order, in which noise is drawn. None takes any form.
     """
     parameters, buffers = arrays_of(content, ARRAYS), arrays_of(content, BUFFERS)
     config = config_of(content)

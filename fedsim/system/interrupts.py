@@ -66,9 +66,9 @@ def say(write: Callable[[str], object]) -> None:
 def command() -> Iterator[None]:
     """Runs a whole command in a `with` block, once a process and in its main thread.
 
-    Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` in it. The end of the block then says on stderr
-    how to go on, unless `say` has, and raises a SystemExit of status 130. A second signal, or 20
-    seconds without an end, ends the process with that status.
+    Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` in it. Whatever exception then ends the block
+    becomes a SystemExit of status 130, and stderr says how to go on, unless `say` has. A second
+    signal, or 20 seconds without an end, ends the process with that status.
     """
     _install()
     try:

@@ -32,9 +32,10 @@ class Link:
     superlink: str
     """Address of the SuperLink, HOST:PORT."""
     roots: Path | None = None
-    """Certificates of authorities that may vouch for the SuperLink; None: no TLS, on loopback."""
+    """File of certificates that may vouch for the SuperLink (PEM); None: no TLS, on loopback."""
     secret: Path | None = None
-    """The secret by which the SuperLink knows who may execute its tasks; None if it has none."""
+    """File of the secret by which the SuperLink knows who may execute its tasks; None without
+    one."""
     shared_seed: bool = False
     """Whether nodes draw batches and noise from the scenario's seed, as on the other engines.
     Results are then the same bytes, but whoever knows the seed can take the noise off."""

@@ -48,7 +48,7 @@ class NodeMembership:
     superlink: str
     """HOST:PORT of the SuperLink, or of the gate in front of it."""
     roots: Path | None
-    """Certificates of authorities that may vouch for the SuperLink; None: no TLS, on loopback."""
+    """File of certificates that may vouch for the SuperLink (PEM); None: no TLS, on loopback."""
     key: Path | None
     """The node's private key (ECDSA P-384, OpenSSH); None where the SuperLink asks for none."""
     home: Path
