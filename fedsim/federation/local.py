@@ -15,7 +15,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.app.metadata import Metadata
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
-from flwr.common.serde import message_from_proto
+from flwr.common.serde import message_from_proto, message_to_proto, recorddict_to_proto
 from flwr.common.serde_utils import metadata_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp import Grid, ServerApp
@@ -23,7 +23,6 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedsim.federation import client_app, server_app
-from fedsim.federation.wire import content_to_bytes, message_to_bytes
 from fedsim.system.memory import keep_freed
 from fedsim.training.server import Server
 from fedsim.training.workload import Workload
@@ -78,7 +77,7 @@ class LocalGrid(Grid):
             message_id = f"{self._sent:032x}"
             message.metadata.__dict__["_message_id"] = message_id
             if message.content is not self._last[0]:  # the messages of a round share theirs
-                data = content_to_bytes(message.content)
+                data = recorddict_to_proto(message.content).SerializeToString()
                 self._last = (message.content, data)
             self._waiting[message_id] = (message.metadata, self._last[1])
             ids.append(message_id)
@@ -122,7 +121,9 @@ class LocalGrid(Grid):
             reply = Message(
                 Error(code=ErrorCode.REPLY_MESSAGE_UNAVAILABLE, reason="late"), reply_to=received
             )
-        return message_from_proto(ProtoMessage.FromString(message_to_bytes(reply)))
+        return message_from_proto(
+            ProtoMessage.FromString(message_to_proto(reply).SerializeToString())
+        )
 
     def _context(self, node: int) -> Context:
         if node not in self._contexts:

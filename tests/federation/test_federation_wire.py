@@ -8,12 +8,10 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common.serde import message_to_proto, recorddict_to_proto
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedsim.federation import wire
-from fedsim.federation.local import identity
 from fedsim.types import Update
 
 UPDATE = {"w": torch.arange(6.0).reshape(2, 3) * 1e-9, "b": torch.tensor([0.0, -0.0])}
@@ -50,13 +48,6 @@ def test_decoded_tensors_own_their_memory() -> None:
     record = wire.encode({"x": torch.zeros(3)})
     wire.decode(record)["x"].add_(1)
     assert not wire.decode(record)["x"].any()
-
-
-@pytest.mark.parametrize("length", [0, 1, 16000])
-def test_size_is_that_of_the_serialized_content(length: int) -> None:
-    content = wire.order(300, wire.encode({"x": torch.zeros(length)}), wire.encode({}), None)
-    for counted in (content, answer(), RecordDict()):
-        assert wire.size_of(counted) == recorddict_to_proto(counted).ByteSize()
 
 
 def _array(value: np.ndarray, **changes: object) -> Array:
@@ -166,33 +157,3 @@ def test_a_round_that_is_no_number_is_refused(round: object) -> None:
     content[wire.CONFIG] = ConfigRecord({wire.ROUND: round})  # type: ignore[dict-item]
     with pytest.raises(wire.MalformedError, match="server-round"):
         wire.read_order(content)
-
-
-CONTENTS = {
-    "all kinds": RecordDict(
-        {
-            "b": ArrayRecord({"w": torch.randn(3, 4), "s": torch.tensor(2), "e": torch.zeros(0)}),
-            "a": ConfigRecord({"round": 3, "text": "x", "many": [1.5, 2.5], "raw": b"\x00"}),
-            "m": MetricRecord({"loss": 0.5, "counts": [1, 2]}),
-            "more": ArrayRecord({"v": torch.ones(2, dtype=torch.int64)}),
-        }
-    ),
-    "no arrays": RecordDict({"a": ArrayRecord(), "c": ConfigRecord()}),
-    "nothing": RecordDict(),
-}
-
-
-@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
-def test_a_message_becomes_the_bytes_that_flower_makes(content: RecordDict) -> None:
-    with identity():
-        message = Message(content, 7, "train", ttl=5.0)
-    assert wire.message_to_bytes(message) == message_to_proto(message).SerializeToString()
-
-
-def test_an_error_becomes_the_bytes_that_flower_makes() -> None:
-    with identity():
-        order = Message(RecordDict(), 7, "train")
-    order.metadata.__dict__["_message_id"] = "1"
-    with identity():
-        failed = Message(Error(code=3, reason="it failed"), reply_to=order)
-    assert wire.message_to_bytes(failed) == message_to_proto(failed).SerializeToString()

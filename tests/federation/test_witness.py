@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.serde import recorddict_to_proto
 from torch import nn
 
 import fedsim
 from fedsim.federation.local import LocalGrid, identity
-from fedsim.federation.wire import content_to_bytes
 from fedsim.recording.witnessed import read_witnessed
 from fedsim.types import FedsimError
 
@@ -54,7 +54,7 @@ def answered(*mods: Any, training: Callable[[], nn.Module] = trained) -> bytes:
     content = RecordDict({"config": ConfigRecord({"server-round": 1})})
     orders = [Message(content, node, "train") for node in grid.get_node_ids()]
     (reply,) = grid.send_and_receive(orders)
-    return content_to_bytes(reply.content)
+    return recorddict_to_proto(reply.content).SerializeToString()
 
 
 def test_truth_is_the_owners_alone_and_no_message_tells_of_it(tmp_path: Path) -> None:
