@@ -23,14 +23,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import save
 
-from fedsim.recording import behind, streaming
+from fedsim.recording import behind
 from fedsim.recording.files import read_tensors, write_bytes
-from fedsim.recording.streaming import Arrays
 from fedsim.system import paths
 from fedsim.types import LARGEST, FedsimError, Tensors
 from fedsim.words import number_of
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+"""Contiguous numpy arrays by name; they may share read-only memory with a message."""
+_TYPES = [
+    *map(np.dtype, ("float64", "float32", "float16", "bool")),
+    *map(np.dtype, ("int64", "int32", "int16", "int8", "uint8")),
+]
+"""Types of arrays that are recorded: those that every version of safetensors and torch reads."""
+_RESERVED = "__metadata__"
+"""Name that safetensors reserves, so that no tensor can have it."""
 
 TapSide = Literal["server", "client"]
 ToldValues = Mapping[str, Mapping[str, Any]]
@@ -63,7 +76,7 @@ class Exchange(BaseModel):
     node_id: int = Field(ge=0)
     message_id: str
     broadcast: str = Field(pattern=r"^[0-9a-f]{32}$")
-    """Digest of the file that holds what the server sent, see `streaming`."""
+    """Digest (XXH3, 128 bits) of the file of what was sent: it tells damage, and is no proof."""
     reply: str = Field(pattern=r"^[0-9a-f]{32}$")
     """Digest of the file that holds what the client answered."""
     config: dict[str, dict[str, Any]]
@@ -156,11 +169,10 @@ class Recorder:
 
         It is None without room, which is counted as left out. Errors are those of `save_reply`.
         """
-        digest = streaming.digest_of(arrays)
+        content = _serialize(arrays)
+        digest = xxhash.xxh3_128_hexdigest(content)
         path = self._round(round) / _broadcast_name(digest)
-        if not path.exists() and not self._write(path, arrays, digest):
-            return None
-        return digest
+        return digest if path.exists() or self._write(path, content) else None
 
     def save_reply(
         self,
@@ -193,8 +205,8 @@ class Recorder:
         if base.with_suffix(".json").exists():
             self.leave_out(TWICE)
             return
-        digest = self._write(base.with_suffix(".safetensors"), reply)
-        if digest is None:
+        content = _serialize(reply)
+        if not self._write(base.with_suffix(".safetensors"), content):
             return
         exchange = Exchange(
             run_id=self._run_id,
@@ -202,14 +214,12 @@ class Recorder:
             node_id=node_id,
             message_id=message_id,
             broadcast=broadcast,
-            reply=digest,
+            reply=xxhash.xxh3_128_hexdigest(content),
             config={name: dict(record) for name, record in config.items()},
             metrics={name: dict(record) for name, record in metrics.items()},
         )
-        text = (exchange.model_dump_json(indent=2) + "\n").encode()
-        if self._has_room(len(text)):
-            write_bytes(base.with_suffix(".json"), text, private=True, durable=False)
-            self._used += len(text)
+        text = exchange.model_dump_json(indent=2) + "\n"
+        self._write(base.with_suffix(".json"), text.encode())
 
     def note_parts(self, kind: PartKind, parts: Sequence[DeployedPart]) -> None:
         """Notes the parts of the app, outermost first, in tap.json once anything is recorded.
@@ -253,21 +263,27 @@ class Recorder:
         text = json.dumps(about, indent=2, allow_nan=False) + "\n"
         write_bytes(self.folder / _TAP, text.encode(), private=True, durable=False)
 
-    def _write(self, path: Path, arrays: Arrays, digest: str | None = None) -> str | None:
-        """Writes `arrays`; returns the file's digest, None if it has no room."""
-        size = streaming.size_of(arrays)
-        if not self._has_room(size):
-            return None
-        digest = streaming.write(path, arrays, digest)
-        self._used += size
-        return digest
+    def _write(self, path: Path, content: bytes) -> bool:
+        """Writes `content` if it fits below the bound, and else counts it as left out."""
+        if self._used + len(content) > self._max_bytes:
+            self.leave_out(NO_ROOM)
+            return False
+        write_bytes(path, content, private=True, durable=False)
+        self._used += len(content)
+        return True
 
-    def _has_room(self, size: int) -> bool:
-        """Returns whether `size` more bytes fit below the bound, and counts it if they do not."""
-        if self._used + size <= self._max_bytes:
-            return True
-        self.leave_out(NO_ROOM)
-        return False
+
+def _serialize(arrays: Arrays) -> bytes:
+    """Returns `arrays` as the bytes of a safetensors file; a FedsimError if it cannot hold them."""
+    for name, array in arrays.items():
+        if array.dtype not in _TYPES:
+            raise FedsimError(f"{name[:40]!r}: {array.dtype} cannot be recorded")
+        if name == _RESERVED:
+            raise FedsimError(f"a tensor is called {name}, and cannot be recorded by that name")
+    try:
+        return save(dict(arrays))
+    except SafetensorError as error:
+        raise FedsimError(f"the tensors cannot be recorded: {error}") from error
 
 
 def read_exchanges(folder: Path) -> list[Exchange]:
@@ -368,8 +384,11 @@ def _broadcast_name(digest: str) -> str:
 
 def _read_verified(path: Path, digest: str) -> Tensors:
     # A missing file is left to `read_tensors`, whose error says so.
-    if path.is_file() and streaming.digest_of_file(path) != digest:
-        raise FedsimError(f"{path}: does not match the checksum in its recording")
+    if path.is_file():
+        with paths.open_regular(path, paths.ARCHIVE) as file:
+            found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        if found != digest:
+            raise FedsimError(f"{path}: does not match the checksum in its recording")
     return read_tensors(path)
 
 

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from functools import lru_cache
@@ -346,24 +346,6 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: b
     Raises:
         OSError: the file cannot be written.
     """
-    write_pieces(path, [content], private=private, durable=durable)
-
-
-def write_pieces(
-    path: Path,
-    pieces: Iterable[bytes | memoryview],
-    *,
-    private: bool = False,
-    durable: bool = True,
-) -> None:
-    """Writes `pieces`, one after the other, whole or not at all; an error of theirs writes nothing.
-
-    Args:
-        path: Path of the file, whose folder is made; an OSError says that it cannot be written.
-        pieces: Pieces of the content.
-        private: Whether the file's owner alone can read it.
-        durable: Whether the file is on the disk when this returns; else a crash may tear it.
-    """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # The name is drawn, since several processes may write the same file at once.
@@ -373,8 +355,7 @@ def write_pieces(
         handle = os.open(temporary, flags, 0o600 if private else 0o644)
         try:
             with os.fdopen(handle, "wb") as file:
-                for piece in pieces:
-                    file.write(piece)
+                file.write(content)
                 file.flush()
                 if durable:
                     # Before the rename: a crash could otherwise leave the name with no content

@@ -12,7 +12,7 @@ import torch
 
 from fedsim.federation.client_state import ClientState
 from fedsim.federation.network.home import make_private, secret_seed
-from fedsim.recording import streaming
+from fedsim.recording.exchanges import Recorder
 from fedsim.recording.files import write_bytes, write_tensors, write_text
 from fedsim.recording.truth import copy, save_truth
 from fedsim.system.lock import lock_folder
@@ -42,7 +42,8 @@ def test_what_is_of_a_client_is_for_its_owner(tmp_path: Path) -> None:
     state.answer((1,), [{"a": torch.zeros(1)}])
     state.open_sum(1, [0])
     write_tensors(tmp_path / "update.safetensors", {"a": torch.zeros(1)})
-    streaming.write(tmp_path / "tap.safetensors", {"a": np.zeros(1)})
+    recorder = Recorder(tmp_path, 7, "server", rounds=None, clients=None, max_bytes=10**6)
+    recorder.save_broadcast(1, {"a": np.zeros(1)})
     assert len(list(tmp_path.rglob("*.*"))) >= 8
     assert not readable(tmp_path)
 
