@@ -211,15 +211,14 @@ def draw_charts(
 ) -> list[ChartGroup]:
     """Returns the charts of one comparison that have something to show: leakage, members, training.
 
+    A FedsimError says that a reconstruction cannot be read.
+
     Args:
         rows: Rows of the comparison.
         runs: Runs that the rows are from.
         verdicts: The verdict on each defense.
         colors: Defense -> number of its color, 0 for the undefended stack.
         confidence: Confidence of the rows' intervals, between 0 and 1.
-
-    Raises:
-        FedsimError: a reconstruction cannot be read.
     """
     figures = [
         _leakage(rows, verdicts, colors, confidence),

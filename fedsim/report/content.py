@@ -169,7 +169,10 @@ class _ScenarioSummary:
 
 
 class Content:
-    """Holds all that pages show of runs. Each part is worked out once, when it is asked for."""
+    """Holds all that pages show of runs, each part worked out when it is first asked for.
+
+    A damaged reconstruction of members is a FedsimError of `sections`; pictures go without.
+    """
 
     def __init__(self, runs: Sequence[StoredRun]) -> None:
         """Shows `runs`, which are not read again."""
@@ -209,7 +212,7 @@ class Content:
 
     @cached_property
     def late(self) -> list[tuple[str, str]]:
-        """(mark, words) of each run that has not ended, or is not scored to its end."""
+        """(`UNFINISHED` or `UNSCORED`, words) of each run that is not scored to its end."""
         if self.awaited:
             return [(self.awaited.mark, self.awaited.reason)]
         pairs = [line.partition(": ") for line in facts.unfinished(self.runs)]
@@ -231,7 +234,7 @@ class Content:
 
     @property
     def mark(self) -> str:
-        """Word before the title, such as `UNFINISHED` or `INVALID`; empty if nothing lacks."""
+        """Word before the title: `UNFINISHED`, `UNSCORED` or `invalid_mark`; empty if none fits."""
         return self.late[0][0] if self.late else self.invalid_mark
 
     @property
@@ -285,7 +288,10 @@ class Content:
 
     @cached_property
     def scenarios(self) -> list[_ScenarioSummary]:
-        """Summary of the runs of each scenario's name, in the order of the runs."""
+        """What was run, by scenario name, in the order of the runs.
+
+        Each has `name`, `runs`, `summary` (a sentence), `utility` (its rows) and `again`.
+        """
         by_name: dict[str, list[StoredRun]] = {}
         for run in self.runs:
             by_name.setdefault(run.name, []).append(run)
@@ -302,7 +308,11 @@ class Content:
 
     @cached_property
     def sections(self) -> list[_ComparisonSection]:
-        """Section of each comparison, in the order of the leaderboard."""
+        """What the page shows of each comparison, in the order of the leaderboard.
+
+        Among its fields are `title`, `judged` (the judgement), `lines` (a cell for each row),
+        `columns`, `defenses` (a cell for each column), `warnings` and `figures` (charts).
+        """
         order = sorted(range(len(self.rows)), key=lambda at: not self.rows[at].strongest)
         detailed = {self.rows[at].cell for at in order[:_DETAILED]}
         ids = {row.cell: f"r{number}" for number, row in enumerate(self.rows, start=1)}

@@ -38,8 +38,8 @@ def write_dossier(
 ) -> list[Path]:
     """Writes `dossier.html` of a run, or of a sweep, and returns the paths, the page's first.
 
-    `out` is the folder to write to, by default `folder`. With `pdf`, `dossier.pdf` is printed, too.
-    The same run gives the same page, byte for byte.
+    `out` is the folder to write to, made if missing, by default `folder`. If `pdf`, an installed
+    browser prints `dossier.pdf`, too. The same run gives the same page, byte for byte.
 
     Raises:
         FedsimError: `folder` holds no results, a file in it is damaged, or `pdf` is asked for and
@@ -61,7 +61,10 @@ def write_dossier(
 
 
 def dossier_of(runs: Sequence[StoredRun], root: Path) -> str:
-    """Returns the HTML dossier of `runs`, which were read below the folder `root`."""
+    """Returns the HTML dossier of `runs`, which were read in or below the folder `root`.
+
+    A FedsimError says that a reconstruction cannot be read. Other folders are a ValueError.
+    """
     content = Content(runs)
     rows, results = content.rows, content.results
 

@@ -19,7 +19,7 @@ from fedsim.words import describe_variant, format_bound, format_claim, join, num
 
 
 def summarize_runs(runs: Sequence[StoredRun]) -> str:
-    """Returns one sentence on what was run; empty if nothing is scored yet, which is said apart."""
+    """Returns one sentence on what was run; empty if nothing is scored yet and more is to come."""
     rows, late = measurements(runs), unfinished(runs)
     if not rows and attacks_nothing(runs):
         return (
@@ -89,7 +89,7 @@ def standing_still(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def notes(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns the notes of all runs, each text once, and then the lines of `unseen`."""
+    """Returns the notes in the runs' record.json, each text once, then the lines of `unseen`."""
     texts = [str(text) for run in runs for text in (nested(run.record, "notes") or {}).values()]
     return list(dict.fromkeys([*texts, *unseen(runs)]))
 
@@ -105,7 +105,7 @@ def unseen(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def undeclared(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns a line for each stack with a defense that does not declare its effect."""
+    """Returns the notes on defenses that do not declare what they do to an update, each once."""
     items = [item for run in runs for item in (nested(run.record, "notes") or {}).items()]
     return list(dict.fromkeys(str(text) for key, text in items if key.startswith("effect.")))
 
@@ -117,6 +117,7 @@ class Awaited:
     mark: str
     """`UNSCORED` if truths are with the clients, else `UNFINISHED`."""
     reason: str
+    """Clause that says so, how far the runs are, and how they go on."""
 
 
 def awaited(runs: Sequence[StoredRun]) -> Awaited | None:
@@ -144,7 +145,7 @@ def _collect(run: StoredRun) -> str:
 
 
 def unfinished(runs: Sequence[StoredRun]) -> list[str]:
-    """Returns a line for each run that is not scored to its end, then for each unended one."""
+    """Returns a line for each run without truth (`UNSCORED`), then each unended (`UNFINISHED`)."""
     waiting = [
         f"UNSCORED: the truth of {number_of(run.unscored, 'attack run')} of {run.folder} is with "
         f"the clients; join it with {_collect(run)}"
@@ -193,7 +194,7 @@ class Again:
 
 
 def again(runs: Sequence[StoredRun]) -> Again:
-    """Returns how to repeat `runs`, which were all made by one kind of engine."""
+    """Returns how to repeat `runs` of one scenario, or of one recorded app."""
     if commands := {run.record["again"] for run in runs if run.record.get("again")}:
         command = " && ".join(sorted(map(str, commands)))
         return Again(command, ", in the app’s folder and on the same recording", of_scenario=False)
@@ -210,7 +211,10 @@ def again(runs: Sequence[StoredRun]) -> Again:
 
 
 def made_with(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns (name, value) of what `record.json` says of the machine, versions and cost."""
+    """Returns (name, words) of the machine, versions and cost that `record` (record.json) states.
+
+    What it lacks is left out; an empty `record` gives an empty list.
+    """
     environment = record.get("environment")
     packages = nested(environment, "packages") or {}
     facts = {
@@ -251,7 +255,10 @@ def _was(values: Iterable[object]) -> str:
 
 
 def runs_of(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """Returns those of `runs` that `rows`, of one comparison, are from or will have more from."""
+    """Returns those of `runs` that `rows`, at least one, of one comparison, are from.
+
+    A run of the same scenario and settings without rows yet is among them.
+    """
     cells, scenario = {row.cell for row in rows}, rows[0].scenario
     own = [run for run in runs if any(row.cell in cells for row in run.rows)]
 
@@ -282,8 +289,9 @@ class UtilityRow:
     """Describes one defense after its last round, over runs that differ in their seed alone.
 
     Terms of the claim are those of the largest ε: `reason` says why it is inf, and `covers` which
-    releases it is of. `problem` says why the model cannot show what the defense costs. `variant` is
-    empty without a sweep. Other fields are None where no run has the value.
+    releases it is of. `audited_epsilon` is the largest lower bound by canaries. `problem` says why
+    the model cannot show what the defense costs. `variant` is the swept settings in words, empty
+    without a sweep; `runs` counts them. Fields are None where no run has the value.
     """
 
     variant: str
@@ -314,7 +322,7 @@ def attacks_nothing(runs: Sequence[StoredRun]) -> bool:
 
 
 def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
-    """Returns a row for each variant and defense, of all seeds together."""
+    """Returns a row for each variant and defense, of all seeds together, by their last rounds."""
     cells: dict[tuple[str, str], list[RoundRow]] = {}
     audited: dict[tuple[str, str], list[float]] = {}
     closed: set[tuple[str, str]] = set()  # of learners that release in closed form
@@ -347,7 +355,10 @@ def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
 
 
 def describe(rows: Sequence[UtilityRow]) -> str:
-    """Words the ε, audit, loss and accuracy of each row in a line, its warning in another."""
+    """Words each row as a line of its ε, audit, loss and accuracy, joined by newlines.
+
+    A line with its `problem` follows where it has one.
+    """
     lines = []
     for row in rows:
         parts = [f"ε {format_claim(row.epsilon, row.delta, row.unit, row.relation)}"]

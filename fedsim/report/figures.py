@@ -16,14 +16,20 @@ from fedsim.words import describe_value
 
 @cache
 def read_texts() -> dict[str, Any]:
-    """Returns every sentence that outputs print, by section of `texts.yaml`; not to be changed."""
+    """Returns every sentence that outputs print, by section of `texts.yaml`.
+
+    All callers get the same object, which is not to be changed.
+    """
     text = paths.text(Path(__file__).with_name("texts.yaml"), paths.TEXT)
     sections: dict[str, Any] = yaml.safe_load(text)
     return sections
 
 
 def format_summary(summary: Summary | None, digits: int = 1) -> str:
-    """Formats `summary` as `18.2 [16.9, 19.4]`, without an interval as the mean, None as a dash."""
+    """Formats mean and interval as `18.2 [16.9, 19.4]`, with `digits` decimals each.
+
+    Without an interval it is the mean alone, and a dash for None.
+    """
     if summary is None:
         return "–"
     mean = format_number(summary.mean, digits)
@@ -33,7 +39,10 @@ def format_summary(summary: Summary | None, digits: int = 1) -> str:
 
 
 def format_metric(summary: Summary | None, metric: Metric) -> str:
-    """Formats a summary of `metric` as the table of metrics says; a dash for None."""
+    """Formats a summary as `metric.shown_as` says: with interval, in percent or as the mean.
+
+    None is a dash.
+    """
     if metric.shown_as == "interval":
         return format_summary(summary, metric.digits)
     mean = summary.mean if summary else None
@@ -43,12 +52,12 @@ def format_metric(summary: Summary | None, metric: Metric) -> str:
 
 
 def format_number(value: float | None, digits: int = 2) -> str:
-    """Formats `value` with `digits` decimals; a dash for None."""
+    """Formats `value` with `digits` decimals and a real minus sign; a dash for None."""
     return "–" if value is None else f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")
 
 
 def format_signed(value: float, digits: int = 1) -> str:
-    """Formats `value` as `+1.2` or `−1.2`, with a real minus sign; zero is `+0.0`."""
+    """Formats `value` as `+1.2` or `−1.2` with `digits` decimals; zero is `+0.0`."""
     # Adding zero turns -0.0 into 0.0.
     return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", "−")
 
@@ -59,9 +68,9 @@ def format_percent(value: float | None) -> str:
 
 
 def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
-    """Formats an accuracy as `91% (83–96)`, with `!` if no better than chance.
+    """Formats the accuracy `share`, in [0, 1], as `91% (83–96)`, with `!` if it may be chance.
 
-    Without an interval (`accuracy`) the text is `share`, in [0, 1], alone, or a dash for None.
+    Interval and mark come from `accuracy`. Without it the text is `91%`, or a dash for None.
     """
     if accuracy is None:
         return format_percent(share)
@@ -70,7 +79,10 @@ def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
 
 
 def describe_stack(stack: Sequence[dict[str, Any]]) -> str:
-    """Formats a stack as `clip(norm=1.0) → gaussian_noise(multiplier=1.1)`, or as no text."""
+    """Formats a stack as `clip(norm=1.0) → gaussian_noise(multiplier=1.1)`; empty without defenses.
+
+    Each member has the key `name`, and its parameters beside it or below `parameters`.
+    """
     members = []
     for member in stack:
         name = str(member.get("name", "?"))

@@ -67,7 +67,10 @@ def _keep_figures_whole(text: str) -> str:
 
 
 def mark_code(text: str) -> Markup:
-    """Returns `text` as HTML, with figures kept whole and text between backticks as code."""
+    """Returns `text` as escaped HTML, cut if very long, with text between backticks as code.
+
+    No line breaks between a figure and its unit.
+    """
     parts = _keep_figures_whole(text).split("`")
     if len(parts) % 2 == 0:
         return escape("`".join(parts))
@@ -76,9 +79,10 @@ def mark_code(text: str) -> Markup:
 
 
 def explain_terms(text: str, shown: Collection[str]) -> Markup:
-    """Returns `text` as HTML, with figures kept whole and terms as buttons that explain them.
+    """Returns `text` as escaped HTML, cut if very long, with terms as buttons that explain them.
 
-    A term is a button where it occurs first. `shown` are the keys that the page explains.
+    A term is a button where it occurs first. `shown` are the keys (`Term.key`) that the page
+    explains. No line breaks between a figure and its unit.
     """
     explained_keys: set[str] = set()
     text, parts, end = _keep_figures_whole(text), [], 0
@@ -99,12 +103,12 @@ _TURNS = dict.fromkeys(
 
 
 def remove_turns(page: str) -> str:
-    """Returns `page` with characters that change the direction of text replaced by U+FFFD."""
+    """Returns `page` with each character that changes the direction of text replaced by U+FFFD."""
     return page.translate(_TURNS)
 
 
 def tip(key: str, text: str) -> Markup:
-    """Returns an HTML button with `text` (escaped) that shows the page's element `tip-{key}`."""
+    """Returns an HTML button, both texts escaped, that shows the page's element `tip-{key}`."""
     return Markup('<button type="button" class="tip" popovertarget="tip-{}">{}</button>').format(
         key, text
     )
@@ -133,7 +137,7 @@ _VALUES = {
 
 
 def terms() -> Mapping[str, Term]:
-    """Returns the terms by key, in the order of a page."""
+    """Returns `Term.key` -> term, in the order in which a page explains them."""
     stated = [
         Term(key=each["key"], name=each["name"], meaning=each["meaning"].format(**_VALUES))
         for each in read_texts()["glossary"]
@@ -145,9 +149,10 @@ def terms() -> Mapping[str, Term]:
 def terms_of(
     rows: Sequence[LeaderboardRow], *, invalid: bool = False, unscored: bool = False
 ) -> list[Term]:
-    """Returns the terms that a page about `rows` uses, in the order of the table.
+    """Returns the terms that a page about `rows` uses, in the order of `terms`.
 
-    `invalid` says whether a comparison has no answer, and `unscored` whether truths are missing.
+    `invalid` says whether nothing follows from a comparison, and `unscored` whether truths are
+    still with the clients.
     """
     used = {
         "audit": any(row.audited_epsilon is not None for row in rows),

@@ -69,11 +69,12 @@ _CHANCE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """One of a list of things to say, and the values that its message names."""
+    """One of a list of things to say, worded by `messages.describe_statement`."""
 
     kind: str
-    """A key of `messages.STATEMENTS`."""
+    """Key of `messages.STATEMENTS`, or `untried` and a part of a target, such as `untried rows`."""
     values: Mapping[str, Any] = field(default_factory=dict)
+    """Name of a field in its message -> the value to fill in."""
 
 
 def _state(kind: str, **values: Any) -> Statement:
@@ -82,9 +83,10 @@ def _state(kind: str, **values: Any) -> Statement:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An attack that failed for one reason, on the stacks of a comparison."""
+    """An attack that failed for one reason, in `count` trials behind the stacks `defenses`."""
 
     attack: str
+    """Label of the attack."""
     reason: str
     count: int
     n: int
@@ -97,32 +99,40 @@ class Control:
     """Says whether the attacks work on a comparison's undefended stack.
 
     An attack that fails without a defense says nothing about defenses. Fields are None without an
-    attack to judge; docs/formats-leaderboard.md says more of them.
+    attack to judge. The `status` is `passed`, `failed`, `broken` (attacks crashed or refused, and
+    no other decides) or `absent` (no undefended stack).
     """
 
     comparison: Comparison
     subject: str
+    """Part of the main target that was attacked: `images` or `rows`."""
     status: ControlStatus
     best: LeaderboardRow | None = None
     """The undefended row that decides; None if none of them has what would."""
     metric: str | None = None
+    """Name of the metric that decides."""
     value: float | None = None
     """What the attack reached: its gain over guessing if `metric` is the main target's, else the
     mean of `metric`."""
     required: float | None = None
+    """What `value` has to reach, or of an error to stay at or below."""
     due: float | None = None
     """The part of `value` that is due to the update, dB, where that alone falls short of
     `required`; else None."""
     is_blind: bool = False
+    """Whether the attack reached it, and does as well with another update."""
     batch_size: int | None = None
+    """The smallest attacked batch size, which alone is judged; None if `absent`."""
     failures: tuple[Failure, ...] = ()
+    """Failures of attacks on the undefended stack, unless the control passed."""
     is_alone: bool = False
+    """Whether no stack of the comparison has a defense."""
     ended: bool = True
     """Whether the runs have ended: until then nothing follows, whatever the status so far."""
 
     @property
     def mark(self) -> str:
-        """The word over a table from which nothing follows; empty if it does."""
+        """`UNFINISHED` or `INVALID` over a table from which nothing follows; empty if it does."""
         if not self.ended:
             return "UNFINISHED"
         return "" if self.status == "passed" else "INVALID"
@@ -168,50 +178,67 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Judges one defense of one comparison; docs/formats-leaderboard.md says more of its fields.
+    """Judges one defense of one comparison, by all attacks on it; `sentence` words it.
 
     The strongest attack was chosen among several, so intervals are Bonferroni's for that number.
     None is what was not measured.
     """
 
     defense: str
+    """Name of the defense stack."""
     stack: str
+    """Its members in words; empty if it is `undefended`."""
     undefended: bool
     level: Level
     """How badly the defense leaks: as `level_of` says, `invalid` where the control did not pass, or
     the part of another target that leaks."""
     finding: Finding
+    """The worst that an attacker gets, such as `recognizable`, `nothing` or `no answer`."""
     besides: tuple[Leaking, ...]
+    """What else leaks for certain, such as `labels`."""
     strongest: LeaderboardRow
     """The attack that the defense is judged by; it may be uninformed, or have failed."""
     gain: Summary | None
     """The attack's gain over guessing in dB; of an uninformed attack, the part that is due to this
     update. None if only features or labels were attacked."""
     trials: int
+    """Number of attack runs, failed or not."""
     attacks: int
+    """Number of attacks that have a gain."""
     is_bounded: bool
+    """Whether the interval of `gain` ends below what counts as a leak."""
     leaking: Share | None
+    """Trials in which the gain counts as a leak, by the attack with the largest share."""
     times: Times | None
+    """Trials with recognizable pictures, where these are some only; else None."""
     is_rare: bool
+    """Whether a single trial or image shows a leak that the means do not."""
     exposed_image: float | None
+    """PSNR, dB, of the best image that leaks by itself."""
     features: Shown | None
+    """The attack that recovered features, or what else is judged by its mean error, best."""
     told: Mapping[Leaking, Shown]
     """Part of a target (`labels`, `membership`, ...) -> the attack that told it best, which need
     not beat guessing; parts that no attack tried, or that it was given, are missing."""
     certificates: Shown | None
+    """The attack that certified the most of its answers."""
     may_leak: tuple[Leaking, ...]
     """Parts of targets that an attack told better than guessing on average, certain or not."""
     labels_stand: bool
+    """Whether labels that were told are stated, though the finding is `no answer`."""
     costs: Costs
     reliance: Reliance
+    """`rely`, `do not rely` or `not shown`, for the `reason`."""
     reason: Statement
     cautions: tuple[Statement, ...]
+    """What else to know before the verdict is believed."""
     untried: tuple[Statement, ...]
+    """What no attack on the defense tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Judges one comparison: its control, its defenses, and what to know before."""
+    """Judges one comparison: by its control whether attacks work, by `verdicts` each defense."""
 
     comparison: Comparison
     control: Control
@@ -219,7 +246,7 @@ class Judgement:
 
     @property
     def untried(self) -> tuple[Statement, ...]:
-        """Things that no attack on any defense tried."""
+        """What no attack tried on any of the defenses."""
         first = self.verdicts[0].untried
         return tuple(kind for kind in first if all(kind in v.untried for v in self.verdicts))
 
@@ -228,6 +255,7 @@ def judge(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -> Jud
     """Judges the rows of one comparison, at least one, by the runs that they are from.
 
     If the control did not pass, or a run has not ended or is not scored, no defense gets an answer.
+    Without `runs`, audits, times and untried rounds are not known.
     """
     control = _control(rows)
     undefended = [row for row in rows if row.undefended]
@@ -253,7 +281,7 @@ def judge(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -> Jud
 
 
 def judgements(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun] = ()) -> list[Judgement]:
-    """Returns the judgement of each comparison among `rows` of `runs`, in their order."""
+    """Returns the judgement (`judge`) of each comparison among `rows` of `runs`, in their order."""
     return [judge(own, runs_of(own, runs)) for own in by_comparison(rows).values()]
 
 
@@ -281,10 +309,11 @@ def _best_of_several(
 
 
 def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
-    """Returns how badly `row` leaks pictures or features, judged by the lower end of intervals.
+    """Returns how badly `row`, chosen among `rows`, leaks pictures or features.
 
-    A gain that prior knowledge alone explains is no leak. Labels and membership are judged by
-    `_leaks_told`.
+    It is `leak`, `partial`, the part of a target such as `features`, `undecided`, `unseen`,
+    `unknown` or `failed`, by the lower ends of intervals. A gain that prior knowledge alone
+    explains is no leak; labels and members do not count.
     """
     if row.n_ok == 0:
         return "failed"
@@ -369,7 +398,7 @@ def _shows_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool
 
 
 def targets_by_mean() -> dict[Leaking, Target]:
-    """Returns `Target.part` -> target, of targets judged by their mean error, such as features."""
+    """Returns `Target.part` -> target, of the targets that are judged by their mean error."""
     found = ranking_targets().values()
     return {target.part: target for target in found if target.ranks_by == "mean"}
 
@@ -464,7 +493,7 @@ def _leakable() -> tuple[Leaking, ...]:
 
 
 def works(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
-    """Whether something leaks for certain to the attack of `row`, chosen among `rows`."""
+    """Whether anything leaks for certain to the attack of `row`, which was chosen among `rows`."""
     return any(_leaks(row, rows, what) for what in _leakable())
 
 
@@ -472,7 +501,7 @@ def works(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
 
 
 def failures_of(rows: Iterable[LeaderboardRow]) -> tuple[Failure, ...]:
-    """Returns a failure for each attack and reason: how often it failed, and on which stacks."""
+    """Returns how often each attack failed for each reason, and on which stacks; empty if none."""
     failed: dict[tuple[str, str], list[LeaderboardRow]] = {}
     for row in rows:
         for reason in row.failures:
@@ -952,7 +981,10 @@ def _why_untested(
 
 
 def attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
-    """Returns a key of what was tried, (attack, round, batch size), the last None if `summed`."""
+    """Returns (attack and parameters as JSON, round, batch size): equal for equal attempts.
+
+    The batch size is None if `summed`, as where a defense shows sums of updates alone.
+    """
     attack = json.dumps(json.loads(row.cell)["attack"], sort_keys=True)
     return attack, row.round, None if summed else row.batch_size
 
@@ -1046,7 +1078,10 @@ def _model_problem(
 
 
 def dump(judged: Judgement) -> dict[str, Any]:
-    """Returns a judgement as values that JSON can hold: rows by their names, infinity as `inf`."""
+    """Returns a judgement as values that JSON can hold, with fields by name.
+
+    A row is replaced by six fields that name it, and infinity by the text `inf`.
+    """
     *where, threat, watcher = judged.comparison
     control: dict[str, Any] = _plain(judged.control)
     return {

@@ -24,11 +24,11 @@ from fedsim.words import describe_variant
 
 
 def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
-    """Returns each row's gain over its guess in the metric `name`; 0 for a row without an answer.
+    """Returns each row's gain over its guess in the metric `name`, in the metric's unit.
 
-    It is positive where the answer leaks more, also of errors. None: no row has a guess, an answer
-    has none beside it, or a metric that needs no guess has no value, as membership has none where
-    all took part.
+    It is positive where the answer leaks more, also of errors, and 0 for a row without an answer.
+    The result is None if no row has a guess, or an answer has none beside it. So it is if a metric
+    that needs no guess has no value, as membership where all took part.
     """
     differences = []
     for row in rows:
@@ -91,7 +91,10 @@ many dB less: guesses of one image exceed their own mean by that at most on the 
 
 
 def over_other(rows: Sequence[ResultRow], name: str) -> list[float | None]:
-    """Returns each row's gain over the same attack's answer to another update; None without one."""
+    """Returns each row's gain, in the metric `name`, over the attack's answer to another update.
+
+    It is positive where the own update leaks more, and None without that control.
+    """
     gain = METRICS[name].gain
     pairs = [(value_of(row.metrics, name), value_of(row.other_update, name)) for row in rows]
     return [None if own is None or other is None else gain(own, other) for own, other in pairs]
@@ -111,7 +114,10 @@ def count_images(rows: Sequence[ResultRow]) -> int | None:
 
 
 def group_apart(rows: Sequence[ResultRow]) -> list[list[int]]:
-    """Groups the indices of `rows` so that no two groups have an image in common, in order."""
+    """Groups the indices of `rows` so that no two groups have an attacked image in common.
+
+    Each group is ascending, and groups are sorted by their first index.
+    """
     groups: list[tuple[set[str], list[int]]] = []
     for index, row in enumerate(rows):
         # Each release of a table tosses its own coins on which rows take part.
@@ -128,16 +134,17 @@ def leaderboard_rows(
 ) -> list[LeaderboardRow]:
     """Returns the leaderboard of all runs below `folders`: a row for each attack on a defense.
 
-    Rows are sorted by comparison, defense and strength of attack. Intervals hold at `confidence`.
-
-    Raises:
-        ReportError: a folder holds no results, or a file in it is damaged.
+    Rows are sorted by comparison, defense and strength of attack. Intervals hold at `confidence`,
+    between 0 and 1. A ReportError says that a folder holds no results, or a file is damaged.
     """
     return aggregate(measurements(load_runs(folders)), confidence=confidence)
 
 
 def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[LeaderboardRow]:
-    """Returns the leaderboard of `rows` that are already read, as `leaderboard_rows` does."""
+    """Returns the leaderboard of `rows` that are already read, sorted as by `leaderboard_rows`.
+
+    Each measurement has to be there once (`reading.measurements`).
+    """
     groups: dict[str, list[ResultRow]] = {}
     for row in rows:
         groups.setdefault(row.cell, []).append(row)
@@ -464,9 +471,10 @@ def _worst(rows: list[ResultRow], name: str, values: list[float] | None) -> floa
 def accuracy_of(
     evaluated: Sequence[UtilityOf | RoundRow], *, confidence: float = 0.95
 ) -> Accuracy | None:
-    """Returns the mean accuracy over runs, with the interval of the smallest test set.
+    """Returns the mean test accuracy over runs, with the interval of the smallest test set.
 
-    The result is None if nothing was tested, or a run does not say what it was tested on.
+    `evaluated` has one entry for each run. The result is None if nothing was tested, or a run does
+    not state size and chance of its test set.
     """
     measured = [u for u in evaluated if u.test_accuracy is not None]
     sizes = [

@@ -39,20 +39,20 @@ def broken_limits(
 ) -> list[str]:
     """Returns a line for each limit that a defense of these runs does not keep to.
 
-    What was not measured has a line as well.
+    What was not measured has a line as well. The list is empty if all limits are kept.
 
     Args:
         folders: Folders of runs, or that hold folders of runs.
-        max_psnr: Largest PSNR, dB, that the best image of any attack may have.
+        max_psnr: Largest PSNR, dB, that the best image of any attack may have; None: no limit.
         max_gain: Largest mean gain, dB, of any attack over guessing and over another update. The
-            upper end of the interval counts, or the best trial where there is none.
+            upper end of the interval counts, or the best trial where there is none. None: no limit.
         max_epsilon: Largest ε of all releases of a run. A claim that is no differential privacy,
-            has a δ above 0.001 or is refuted keeps to no limit.
+            has a δ above 0.001 or is refuted keeps to no limit. None: no limit.
         defenses: Names of the defenses that count; by default all but the undefended.
 
     Raises:
-        ReportError: a folder holds no results, a defense is in none, no limit is given, or one is
-            not finite.
+        ReportError: a folder holds no results, none has a defended stack or one of `defenses`, no
+            limit is given, or one is not finite.
     """
     limits = {"max-psnr": max_psnr, "max-gain": max_gain, "max-epsilon": max_epsilon}
     if not any(limit is not None for limit in limits.values()):
@@ -106,10 +106,9 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
     one, the best trial), or if it grows by as much as counts as a leak. More leaks, too, with a new
     leak of a trial or an image, more certificates, a larger ε or δ, or an ε of another unit or
     other neighbours. Other data, settings or parameters under one name, and what is not measured
-    any more, are lines as well.
+    any more, are lines as well. The list is empty if nothing grew.
 
-    Raises:
-        ReportError: a folder holds no results, or they have no attack on a defense in common.
+    A ReportError says that a folder holds no results, or that no attack on a defense is in both.
     """
     runs, later = (
         name_by_place(load_runs([before]), before),

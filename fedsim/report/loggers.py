@@ -219,13 +219,11 @@ def _allow(name: str) -> str:
 
 
 def chosen(names: Sequence[str]) -> list[_Store]:
-    """Returns the stores that `names` ask for, such as `mlflow` or `tensorboard=DIR`.
+    """Returns the stores, for `log_run`, that `names` ask for: `mlflow` or `tensorboard=DIR`, say.
 
-    Without a folder it is the one of the tool's name in the working directory.
-
-    Raises:
-        FedsimError: there is no such tool, its extra is not installed, or its folder cannot be
-            written to.
+    Without `=DIR` the folder is the one of the tool's name in the working directory. A FedsimError
+    says that there is no such tool, that its extra is not installed, or that its folder cannot be
+    written to.
     """
     stores: list[_Store] = []
     for name in names:

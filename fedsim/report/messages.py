@@ -85,7 +85,7 @@ def _fill(message: str, **values: Any) -> str:
 
 
 def describe_statement(statement: Statement) -> str:
-    """Words one statement, as a clause."""
+    """Words one statement, as a clause without a stop; an unknown `kind` is a KeyError."""
     kind = statement.kind
     message = STATEMENTS.get(kind) or targets()[kind.removeprefix("untried ")].noun
     return _fill(message, **statement.values, LARGEST_DELTA=LARGEST_DELTA)
@@ -123,7 +123,7 @@ def _lead(verdict: Verdict) -> str:
 
 
 def brief(verdict: Verdict) -> str:
-    """Words `sentence` without evidence, costs and guarantee, for a terminal."""
+    """Words a verdict in one short sentence: who gets what, and whether to rely on the defense."""
     if verdict.finding == "no answer":
         return f"{_lead(verdict)}: {_reason(verdict)}."
     shown = [each for what, each in verdict.told.items() if verdict.finding in (what, "unknown")]
@@ -132,7 +132,10 @@ def brief(verdict: Verdict) -> str:
 
 
 def grounds(verdict: Verdict) -> list[tuple[str, str]]:
-    """Returns (name, words) of each line below `brief`: evidence, knowledge, costs, promise."""
+    """Returns (name, words) of what stands behind `brief`, each where there is something to say.
+
+    Names are `Shown by`, `It knows` (certificates), `It costs` and `It promises` (the ε).
+    """
     # A certificate needs no control: the attacker has it before anybody scores.
     knows = ("It knows", _describe_certificates(verdict.certificates))
     if verdict.finding == "no answer":
@@ -146,7 +149,7 @@ def grounds(verdict: Verdict) -> list[tuple[str, str]]:
 
 
 def describe_told(verdict: Verdict) -> list[str]:
-    """Words, in a clause each, what was measured of labels, members and others."""
+    """Words, in a clause each, how well attacks told labels, members and others of `told`."""
     return [_describe_shown(shown) for shown in verdict.told.values()]
 
 
@@ -198,7 +201,10 @@ def _reason(verdict: Verdict) -> str:
 
 
 def describe_cautions(judged: Verdict | Judgement) -> list[str]:
-    """Words, in a clause each, what to know before a verdict or a judgement is believed."""
+    """Words, in a sentence each, what to know before a verdict is believed.
+
+    Those of a judgement are the sentences that all its verdicts share.
+    """
     if isinstance(judged, Judgement):
         first, *others = map(describe_cautions, judged.verdicts)
         return [text for text in first if all(text in other for other in others)]
@@ -207,7 +213,10 @@ def describe_cautions(judged: Verdict | Judgement) -> list[str]:
 
 
 def describe_untried(judged: Verdict | Judgement) -> list[str]:
-    """Names what no attack has tried: on one defense of a verdict, or on any of a judgement."""
+    """Names, in a clause each, what no attack tried on a verdict's defense.
+
+    Those of a judgement are what was tried on none of its defenses.
+    """
     return [describe_statement(each) for each in judged.untried]
 
 
@@ -531,7 +540,10 @@ def invalid_reasons(rows: Sequence[LeaderboardRow], *, unended: bool = True) -> 
 
 
 def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
-    """Returns a line for each problem that weakens the figures, with its remedy."""
+    """Returns a line for each problem that weakens the figures of `rows`; empty if none does.
+
+    Problems are models that learned nothing, failed attacks, poor guesses and missing controls.
+    """
     groups = by_comparison(rows)
     lines: dict[str, None] = {}
     for comparison, members in groups.items():

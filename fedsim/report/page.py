@@ -30,29 +30,26 @@ _FOLDER = Path(__file__).parent
 def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
     """Writes the page of a run, or of all variants of a sweep, and returns its path.
 
-    `out` is the file to write, by default `report.html` in `folder`.
-
-    Raises:
-        FedsimError: `folder` holds no results, or a file in it is damaged.
+    `out` is the file to write, by default `report.html` in `folder`. A FedsimError says that
+    `folder` holds no results, or a file in it is damaged; an OSError that `out` cannot be written.
     """
     return write_page([folder], Path(out) if out else Path(folder) / "report.html")
 
 
 def write_page(folders: Iterable[Path | str], path: Path | str) -> Path:
-    """Writes the page of all runs below `folders` to `path`, and returns it.
+    """Writes the page of all runs below `folders` to the file `path`, and returns `path`.
 
-    Raises:
-        FedsimError: a folder holds no results, or a file in it is damaged.
-        OSError: the file cannot be written.
+    Errors are those of `write_report`.
     """
     write_text(Path(path), html_of(Content(load_runs(folders))))
     return Path(path)
 
 
 def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
-    """Returns the page of `content`; a `live` page asks its server for newer figures.
+    """Returns the HTML page of `content`; a `live` page asks its server for newer figures.
 
-    `problem` says why newer figures cannot be read; empty if they can.
+    `problem` says why newer figures cannot be read; empty if they can. A FedsimError says that a
+    reconstruction cannot be read.
     """
     script = _text("page.js")
     return render(
@@ -66,7 +63,11 @@ def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
 
 
 def render(template: str, content: Content, **context: object) -> str:
-    """Returns the HTML that a template makes of `content` and `context`, all values escaped."""
+    """Returns the HTML that a template makes of `content` and `context`, all values escaped.
+
+    `template` is a file's name in fedsim/report, as `page.html.j2`. `context` has the template's
+    other variables; a missing one is an UndefinedError of Jinja.
+    """
     keys = [term.key for term in content.terms]
     page = _environment().get_template(template)
     own = {

@@ -53,11 +53,8 @@ def _enlargement(height: int, width: int) -> int:
 def save_grid(path: Path, truth: Tensor, reconstruction: Tensor) -> None:
     """Writes a PNG: the truths above, each one's reconstruction below it.
 
-    Both are (N, C, H, W) pixels in [0, 1], C = 1 or 3, in the same order.
-
-    Raises:
-        ScoringError: a tensor holds no pixels.
-        ReportError: the two differ in shape, or C is neither 1 nor 3.
+    Both are (N, C, H, W) pixels in [0, 1], C = 1 or 3, in the same order. A ReportError says that
+    they differ in shape or C, and a ScoringError that a tensor holds no pixels.
     """
     write_bytes(path, encode_png(_grid_of(*_as_bytes(truth, reconstruction))))
 
@@ -74,7 +71,10 @@ def _grid_of(truth: Tensor, reconstruction: Tensor) -> Tensor:
 
 
 def save_grids(folder: Path) -> int:
-    """Writes a PNG grid beside each reconstruction of images in a run's folder; counts them."""
+    """Writes a PNG grid beside each reconstruction of images in a run's folder.
+
+    Returns their number. A damaged file is a FedsimError, as are those of `save_grid`.
+    """
     count = 0
     for path in files_of(folder, "reconstructions/*/*/*/*.safetensors"):
         tensors = read_tensors(path)
@@ -85,7 +85,7 @@ def save_grids(folder: Path) -> int:
 
 
 def reconstruction_file(folder: Path, row: ResultRow) -> Path | None:
-    """Returns the file of a row's reconstruction, inside `folder`; None if there is none."""
+    """Returns the file of a row's reconstruction in the run's `folder`; None if there is none."""
     if row.observation is None:
         return None
     stack, _, rest = row.observation.partition("/")
@@ -124,6 +124,7 @@ class Plate:
     """
 
     pairs: list[_Pair]
+    """Up to 4 pairs: `pixels` (truth, reconstruction), each (H, W, C) uint8, and `psnr` in dB."""
     hidden: int = 0
     width: int = 0
     height: int = 0
@@ -133,7 +134,10 @@ class Plate:
     problem: str = ""
 
     def grid(self) -> Tensor:
-        """Returns the pairs, at least one, as one (H, W, C) uint8 image, see `_grid_of`."""
+        """Returns one (H, W, C) uint8 image: truths above, their reconstructions below them.
+
+        Without any `pairs` it raises a ValueError.
+        """
         truths, images = zip(*(pair.pixels for pair in self.pairs), strict=True)
         return _grid_of(torch.stack(truths), torch.stack(images))
 
@@ -252,7 +256,7 @@ def _uri(image: Tensor) -> str:
 
 
 def encode_png(image: Tensor) -> bytes:
-    """Returns a (H, W, C) uint8 image on the CPU, C = 1 or 3, as the bytes of a PNG."""
+    """Returns the bytes of a PNG of `image`, (H, W, C) uint8 on the CPU, C = 1 or 3."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -304,10 +308,8 @@ def save_overview(folder: Path) -> Path | None:
     """Writes `overview.png` of a run or a sweep; returns its path, or None without an image.
 
     Victims are columns, and defenses of every variant are rows. A defense that none of these images
-    was attacked behind is left out.
-
-    Raises:
-        FedsimError: the folder holds no results, or a file in it is damaged.
+    was attacked behind is left out. A FedsimError says that the folder holds no results, or that a
+    file in it is damaged.
     """
     defenses = _choose_defenses(load_runs([folder]))
     if not defenses:

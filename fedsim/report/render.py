@@ -259,7 +259,7 @@ def render(
     unfinished: Sequence[str] = (),
     judged: Sequence[Judgement] | None = None,
 ) -> str:
-    """Returns the leaderboard `rows` as text.
+    """Returns the leaderboard `rows` as text that ends in a newline.
 
     Args:
         rows: Rows of the leaderboard.
@@ -267,8 +267,8 @@ def render(
         width: Width of a table, in characters.
         color: Whether a table has ANSI codes.
         awaited: Why no row is there yet; None if there are some, or never will be.
-        unfinished: For JSON, a line for each run that has not ended, or is not scored to its end.
-        judged: For JSON, the judgement of each comparison; by default that of the rows alone.
+        unfinished: Lines (JSON alone) on runs that have not ended, or are not scored to their end.
+        judged: Judgement (JSON alone) of each comparison; None for that of the rows alone.
     """
     if format == "json":
         return _json(rows, awaited, unfinished, judgements(rows) if judged is None else judged)

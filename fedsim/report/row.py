@@ -49,22 +49,49 @@ class Likeness:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificates:
-    """What an attack said that it knows of its answers, in images of all trials; None: not said."""
+    """What an attack said that it knows of its answers, in images of all trials; None: not said.
+
+    It answered with `images`. The update leaves one answer to `determined` of them. The attack
+    says of `certified` ones that they are right, and `false` of these are not (None: not compared).
+    """
 
     images: int
     determined: int | None
     certified: int | None
     false: int | None
-    """Certified images that are not right, by the truth; None if that was not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderboardRow:
-    """One attack on one defense, over all its trials; docs/formats-leaderboard.md has its fields.
+    """One attack on one defense, over all its trials: a line of the leaderboard.
 
-    `stack` is the text of the stack called `defense` (`describe_stack`). `variant` is the sweep's
-    assignment in words; empty without one. Of all trials' claims, the row has the largest ε and δ,
-    and the terms that all share. None is what no row states, and what does not apply.
+    None is what no trial states, and what does not apply. `n` counts trials, `n_ok` those with an
+    answer, `images` the different images in them, and `failures` the others by reason. A failed
+    trial counts as its guess. `variant` is the sweep's assignment in words, empty without one, and
+    `folders` are those of the runs. The stack called `defense` has the members `stack`, in words;
+    `undefended` says that it has none. The `attack` is named by its label.
+
+    `metrics`, `worst` and `baseline` have every metric by name: its mean, the value of the trial or
+    image that leaked most, and the guess's mean. `leaking` counts trials whose gain due to the
+    update is a leak, and `recognizable` those of them with a recognizable picture. `exposed_image`
+    is the PSNR, dB, of the best image that leaks by itself; `may_expose` says whether a trial or an
+    image shows what chance does not explain.
+
+    The `control` is the other update that the attack was run on, or `no_control` says why none;
+    `uncontrolled` trials lack one where others have it. `ignores_update`: the attack never looks at
+    the update. `unaware`: it was not told of defenses. `masked`: it saw a client's part of a secure
+    sum. `strongest`: it is the first of the informed attacks on its defense.
+
+    The guess is learned from `guess_public` images, `guess_public_per_image` for each of its own,
+    and `near_copies` attacked images have a near copy among them. Losses are means over runs;
+    `diverged` counts trials whose local training more than doubled its loss. `networks` and
+    `clients` count what intervals are of, and `seconds` are the mean of a trial. `ended` says
+    whether the runs have ended and are scored.
+
+    Of all trials' claims, the row has the largest ε and δ, and the terms that all share. An ε of
+    inf has the reason `privacy_reason`. `audited_epsilon` is the largest lower bound by canaries.
+    `membership_p` is the p-value of the claim by members told, corrected for all attempts.
+    `tensor_*` and `limit_*` are as in `TheoryOf`.
     """
 
     cell: str
@@ -76,7 +103,7 @@ class LeaderboardRow:
     model: str
     """Name of the model, or of the learner if it trains no model."""
     subject: str
-    """Part of the target that attacks on what was observed are after, see `main`."""
+    """Part of the target that attacks on what was observed are after: `images` or `rows`."""
     defense: str
     stack: str
     undefended: bool
@@ -149,25 +176,28 @@ class LeaderboardRow:
 
     @property
     def comparison(self) -> Comparison:
-        """Key of the comparison; only rows of one comparison are ranked together."""
+        """(scenario, variant, data, model, threat model, who looks): rows ranked together."""
         watcher = watcher_of(self.vantage)
         return (self.scenario, self.variant, self.dataset, self.model, self.threat, watcher)
 
     @property
     def server(self) -> Manipulation:
-        """Manipulation of the model by the server."""
+        """Manipulation of the model by the server: `honest`, `planted` or `modified`."""
         return self.threat.server
 
     @property
     def sight(self) -> str:
-        """Name of what is seen: "masked" (part of a secure sum), else the vantage; or empty."""
+        """Name of what is seen: `masked` (part of a secure sum), else the vantage.
+
+        It is empty for the server's vantage.
+        """
         if self.masked:
             return "masked"
         return "" if self.vantage == "server" else self.vantage
 
     @property
     def attack_on(self) -> str:
-        """Name of the attack; `sight` follows where the defense combines clients' updates."""
+        """Name of the attack, as `idlg (aggregate)` where the defense combines clients' updates."""
         combined = self.masked or self.vantage == "aggregate"
         return f"{self.attack} ({self.sight})" if combined else self.attack
 
@@ -184,12 +214,12 @@ class LeaderboardRow:
 
     @property
     def standing(self) -> tuple[float, ...]:
-        """Sort key of attacks: a trial worked, the attack is informed, then `strength`."""
+        """Sort key, larger if stronger: a trial worked, the attack is informed, then `strength`."""
         return (float(self.n_ok > 0), float(not self.is_uninformed), *self.strength)
 
     @property
     def target(self) -> Target:
-        """Target by which the attack is ranked: the first one that it answered, else `main`."""
+        """Kind of leak by which the attack is ranked: the first that it answered, else `main`."""
         for name, target in ranking_targets().items():
             answered = self.metrics[name] if target.ranks_by == "mean" else self.gains.get(name)
             if answered:
@@ -198,7 +228,7 @@ class LeaderboardRow:
 
     @property
     def main(self) -> Target:
-        """Target that attacks on what was observed are after, if they answer nothing else."""
+        """Kind of leak that attacks on what was observed are after by default: images or rows."""
         return targets()[self.subject]
 
     @property
@@ -214,9 +244,9 @@ class LeaderboardRow:
         attack gains by chance proves that the attack reads the update. Without a control it is
         False, unless the attack `ignores_update`.
         """
-        return self.is_uninformed_by(self.ranked_by)
+        return self._is_uninformed_by(self.ranked_by)
 
-    def is_uninformed_by(self, name: str) -> bool:
+    def _is_uninformed_by(self, name: str) -> bool:
         """Whether the attack is uninformed by metric `name`, as of `is_uninformed`."""
         over = self.above_other(name)
         lost = over is not None and over.certain <= 0 and self.control != "batch"
@@ -231,11 +261,17 @@ class LeaderboardRow:
         return self.no_control is None and self.control != "batch"
 
     def above_other(self, name: str) -> Summary | None:
-        """Returns the gain in ranking metric `name` over the attack's answer to another update."""
+        """Returns the gain in metric `name` over the attack's answer to another update.
+
+        None without that control, and for a metric that ranks no attack.
+        """
         return self.over_others.get(name) if name in ranking_targets() else None
 
     def above_guess(self, name: str) -> Summary | None:
-        """Returns the gain in metric `name` over the guess; None where only means are compared."""
+        """Returns the gain in metric `name` over the guess; None where none was measured.
+
+        None, too, for metrics that rank no attack, or rank by means alone, as those of features.
+        """
         target = ranking_targets().get(name)
         return self.gains.get(name) if target and target.ranks_by != "mean" else None
 
@@ -245,7 +281,10 @@ class LeaderboardRow:
 
     @property
     def is_refuted_by_members(self) -> bool:
-        """Whether members told refute the privacy claim, which is wrong once in 20 at most."""
+        """Whether members told refute the privacy claim, which happens to a true one in 5% at most.
+
+        False without such a test (`membership_p`).
+        """
         return self.membership_p is not None and self.membership_p <= _REFUTING_LEVEL
 
     @property
@@ -267,19 +306,22 @@ class LeaderboardRow:
         Where a control can tell (`is_decided`), it is the lesser of the gains over the guess and
         over another update. Else it is that over the guess.
         """
-        return self.due_by(self.main.ranking.name)
+        return self._due_by(self.main.ranking.name)
 
-    def due_by(self, name: str) -> Summary | None:
-        """Returns the gain in metric `name` that counts; None where none was measured."""
+    def _due_by(self, name: str) -> Summary | None:
+        """Returns the gain in metric `name` that counts, as `due`; None without any."""
         return (self.own_gains if self.is_decided else self.gains).get(name)
 
     @property
     def other(self) -> str:
-        """Text that names what the attack is compared with besides the guess."""
+        """Text that names what the attack is compared with beside the guess (its control)."""
         return OTHERS.get(self.control, "another update")
 
     def guess_of(self, name: str) -> float:
-        """Returns the guess's mean of metric `name`, or else an uninformed answer's; above 0."""
+        """Returns the guess's mean of metric `name`, or else that of an uninformed answer.
+
+        It is at least 1e-9, so that shares of it stay finite.
+        """
         guess, metric = self.baseline[name], METRICS[name]
         guess = (metric.uninformed or 0.0) if guess is None else guess
         return max(guess, _ROUNDING)
@@ -303,7 +345,7 @@ class LeaderboardRow:
 
     @property
     def control_problem(self) -> str | None:
-        """Reason why nothing tells what the attack knew; None with a control, or without need."""
+        """Reason why there is no control; None if there is one, or none is needed."""
         answered = [t for t in targets().values() if self.metrics[t.ranking.name]]
         if answered and all(target.of_all_clients for target in answered):
             return None
@@ -319,22 +361,22 @@ class LeaderboardRow:
 
     @property
     def strength(self) -> tuple[float, ...]:
-        """Values that rank attacks, one for each metric that ranks; the first one decides."""
+        """`strength_by` each metric that ranks attacks; the first that differs decides."""
         return tuple(self.strength_by(name) for name in ranking_targets())
 
     def strength_by(self, name: str) -> float:
-        """Returns the value that ranks the attack by metric `name`, one of `ranking_targets`.
+        """Returns the value that ranks the attack by metric `name`: the larger, the stronger.
 
-        It is the gain that is due to this update for images, the share of their span that was
-        recovered for features, and the gain over the guess for labels and members; -inf without an
-        answer.
+        Images are ranked by the gain due to this update, features by the share of their span that
+        was recovered, labels and members by the gain over the guess. The value is -inf without an
+        answer. A metric that ranks no attack is a KeyError.
         """
         target = ranking_targets()[name]
         uninformed = target.ranking.uninformed
         if target.ranks_by == "mean":
             mean = self.metrics[name]
             return target.ranking.gain(mean.mean, uninformed or 0.0) if mean else -math.inf
-        gain = self.due_by(name) if target.ranks_by == "own" else self.gains.get(name)
+        gain = self._due_by(name) if target.ranks_by == "own" else self.gains.get(name)
         return gain.mean if gain else -math.inf
 
     @property
@@ -349,7 +391,7 @@ class LeaderboardRow:
 
     @property
     def own_gain(self) -> Summary | None:
-        """Lesser of `gain` and `over_other`, trial by trial; without a control `gain`, or None."""
+        """Lesser of `gain` and `over_other`, trial by trial; without a control it is `gain`."""
         return self.own_gains.get(self.main.ranking.name)
 
     @property
@@ -359,7 +401,7 @@ class LeaderboardRow:
 
     @property
     def likeness(self) -> Mapping[str, Likeness]:
-        """Metric of likeness -> its gains, for those that were measured beside a guess."""
+        """Metric of likeness, such as `ssim` -> its gains, where measured beside a guess."""
         return {
             name: Likeness(over_guess=self.gains[name], own=self.own_gains[name])
             for name in self.main.likeness
@@ -368,7 +410,10 @@ class LeaderboardRow:
 
 
 def population_of(rows: Sequence[LeaderboardRow]) -> str:
-    """Returns a text that names what the intervals of `rows` are of, see `population`."""
+    """Returns a text that names the networks and clients that the intervals of `rows` are of.
+
+    It is `LeaderboardRow.population` where all rows share one.
+    """
     populations = {row.population for row in rows}
     return min(populations) if len(populations) == 1 else "of the networks and clients of each line"
 
@@ -393,6 +438,7 @@ class Measured:
     value: str
     """Mean over trials, with its interval where the metric shows one."""
     guess: str
+    """Mean of the guess."""
     above: str
     """Gain over the guess, with its sign and interval; positive where more leaks."""
     above_other: str
@@ -409,7 +455,7 @@ class Measured:
 
     @property
     def words(self) -> str:
-        """Text of the metric's name and value."""
+        """Text of the metric's name and mean, as `PSNR 18.2 [16.9, 19.4]`."""
         return f"{self.heading} {self.value}"
 
 
@@ -426,7 +472,10 @@ def metrics_of(row: LeaderboardRow) -> list[Measured]:
 
 
 def measure_row(row: LeaderboardRow, name: str) -> Measured:
-    """Returns the figures of metric `name`; dashes, but for the guess, if all trials failed."""
+    """Returns the figures of metric `name`; dashes, but for the guess, if all trials failed.
+
+    An unknown metric is a KeyError.
+    """
     metric, value, guess = METRICS[name], row.metrics.get(name), row.baseline.get(name)
     guess = metric.uninformed if guess is None else guess
     above = _format_gain(paired := row.above_guess(name), metric)

@@ -98,14 +98,18 @@ def _encode(content: Content, problem: str = "") -> bytes:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of run folders at a host and port; a `with` block closes it at its end."""
+    """Serves the page of run folders over HTTP; a `with` block closes it at its end."""
 
     daemon_threads = True
 
     def __init__(self, folders: Sequence[Path], host: str, port: int, token: str | None) -> None:
-        """Listens at once; `serve_forever` answers. `port` 0 stands for any free one.
+        """Listens at once; `serve_forever` answers.
 
-        `token` is what a request must have, as `/?token=...`; None only on the loopback interface.
+        Args:
+            folders: Folders of runs, or that hold folders of runs.
+            host: Name or address to listen on.
+            port: Port to listen on; 0 for any free one.
+            token: What a request must have, as `/?token=...`; None only on the loopback interface.
 
         Raises:
             FedsimError: a folder is missing, or the host is open to others and there is no token.
@@ -139,12 +143,12 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{host}:{self.server_address[1]}/{query}"
 
     def process_request_thread(self, request: object, client_address: object) -> None:
-        """Answers one request, once fewer than the most are being answered."""
+        """Answers one request, once fewer than 32 others are being answered."""
         with self._places:
             super().process_request_thread(request, client_address)  # type: ignore[arg-type]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Says nothing of a browser that left before it had its answer."""
+        """Does nothing: a browser that left before it had its answer is no error."""
 
 
 def serve(
@@ -155,7 +159,7 @@ def serve(
     demand_token: bool = False,
     on_ready: Callable[[PageServer], None],
 ) -> None:
-    """Serves the page until it is interrupted.
+    """Serves the page over HTTP until a KeyboardInterrupt, which it passes on.
 
     Args:
         folders: Folders of runs, or that hold folders of runs.

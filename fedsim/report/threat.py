@@ -47,7 +47,7 @@ class ThreatModel:
 
     @property
     def server(self) -> Manipulation:
-        """Manipulation of the model by the server."""
+        """Manipulation of the model by the server: `honest`, `planted` or `modified`."""
         return list(_DONE)[self.altered]
 
     @property
@@ -104,7 +104,7 @@ _OWN = "own "
 
 
 def is_own(entry: str) -> bool:
-    """Whether an entry of `ThreatModel.beyond` was brought by the attack, and not granted."""
+    """Whether an `entry` of `ThreatModel.beyond` was brought by the attack, and not granted."""
     return entry.startswith(_OWN)
 
 
@@ -119,7 +119,7 @@ def _quote(value: object) -> str:
 
 
 def unknown_grants(threat: ThreatModel) -> list[str]:
-    """Returns the entries of `threat.beyond` that no grant of this version has."""
+    """Returns the entries of `threat.beyond` that no grant of this version has, own ones too."""
     known = Grant.model_fields
     return [entry for entry in threat.beyond if entry.partition("=")[0] not in known]
 
@@ -128,10 +128,10 @@ def unknown_grants(threat: ThreatModel) -> list[str]:
 
 
 def describe_attacker(threat: ThreatModel, vantage: str, *, masked: bool) -> str:
-    """Names who attacks, with all that the threat model adds to what this attacker has.
+    """Names who attacks, with all that the threat model adds, as a subject: `the server`, say.
 
     Any `vantage` but `client` and `eavesdropper` is a server's. `masked` says whether it sees a
-    client's part of a secure sum.
+    client's part of a secure sum. A longer name ends in a comma.
     """
     done = _DONE[threat.server]
     if vantage in ("client", "eavesdropper"):
@@ -147,7 +147,7 @@ def describe_attacker(threat: ThreatModel, vantage: str, *, masked: bool) -> str
 def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = ()) -> str:
     """Returns a comparison's name, as `quickstart (training.mode=eval), faces, convnet`.
 
-    Threat model and vantage follow unless they are the honest server's, which is named, too, if the
+    Threat model and vantage follow unless they are the honest server's. That is named, too, if the
     comparison is shown `beside` one of another threat model.
     """
     scenario, variant, dataset, model, threat, watcher = comparison
@@ -163,7 +163,11 @@ def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = (
 
 
 def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
-    """Returns (verb, words) of what attackers see, know, are granted and never see."""
+    """Returns (verb, words) of what attackers see, know, are granted and never see.
+
+    `rows` are of one comparison. Verbs are `Sees`, `Knows`, `Is granted` and `Never sees`; without
+    rows the list is empty.
+    """
     if not rows:
         return []
     texts = read_texts()
