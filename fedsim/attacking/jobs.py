@@ -24,7 +24,7 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Holds what all jobs share: the run's folder `root`, the device, and what is `granted`."""
+    """Holds what all jobs share: the run's folder `root`, torch `device`, and what is `granted`."""
 
     root: Path
     device: str
@@ -53,11 +53,12 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Names one attack, by its registered name and `parameters`, on one observation."""
+    """Names one attack, from `restarts` >= 1 starting points, and the observation that it is on."""
 
     observation: Path
     """Path of the observation's JSON file."""
     attack: str
+    """Registered name of the attack."""
     label: str
     """What tells the attack from others of the run; its name, unless the scenario gives a label."""
     parameters: dict[str, object]
@@ -67,12 +68,12 @@ class Job:
 
     @property
     def title(self) -> str:
-        """Name of the job in progress displays."""
+        """Name of the job in progress displays: `<label> on <stack>/<file of the observation>`."""
         return f"{self.label} on {self.observation.parent.parent.name}/{self.observation.stem}"
 
     @property
     def plugin(self) -> Attack[AttackState]:
-        """The attack with its parameters."""
+        """The attack with its parameters, made at each access; errors are those of `create`."""
         return create(self.attack, self.parameters)
 
     @property
@@ -84,7 +85,11 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Outcome of a job: the parts of its row that do not depend on the rest of the run."""
+    """Holds the outcome of a job: the parts of its row that do not depend on the rest of the run.
+
+    `observation` is without tensors, and `seed` that of the attack. `reason` is None if `status` is
+    ok.
+    """
 
     observation: Observation
     seed: int
@@ -103,7 +108,7 @@ class Result:
     baseline: dict[str, Any]
     """Row of the zero-information guess, see `scoring.score_guess`."""
     victims: list[str] | None = None
-    """Digest of each true image or row that took part; None if nothing was recorded."""
+    """Digest of each true image or row that took part; None if there was no attack."""
     tensor_bound: TensorBound | None = None
     """What theory predicts of the attack's error; None if it speaks of other attacks."""
     chances: dict[str, GuessChances] = field(default_factory=dict)
@@ -117,10 +122,11 @@ class Result:
 def asked_about(
     attack: Attack[AttackState], recorded: Iterable[Observation]
 ) -> Iterator[Observation]:
-    """Yields the recordings of a stack, ordered by round, that `attack` is asked about.
+    """Yields those of one stack's recordings that `attack` is asked about.
 
-    Attacks that join rounds are asked once of each watcher and client, at its last recording; about
-    sources, once of each watcher for all clients. Others are asked about each.
+    `recorded` has to be ordered by round, and the order stays. Attacks that join rounds are asked
+    once of each watcher and client, at its last recorded update; about sources, once of each
+    watcher for all clients. Others are asked about each.
     """
 
     def watcher(seen: Observation) -> tuple[str, int | None]:
@@ -137,13 +143,19 @@ def asked_about(
 
 
 def add_all_sources(truth: Truth, root: Path, path: Path, observation: Observation) -> Truth:
-    """Returns a truth with the records of all clients that the watcher of a recording saw.
+    """Returns `truth` with the records of all clients that the watcher of a recording saw.
+
+    Records are the examples of which source attacks are asked whose they are. `truth` comes back as
+    it is if no candidates were set aside.
 
     Args:
         truth: Truth of the recording.
         root: The run's folder.
         path: Path of the recording's JSON file.
         observation: The recording.
+
+    Raises:
+        FedsimError: the truth of one of those clients is damaged.
     """
     seen = paths_beside(path, observation)
     ids = [f"{each.parents[1].name}/{each.parent.name}/{each.stem}" for each in seen]
@@ -151,13 +163,13 @@ def add_all_sources(truth: Truth, root: Path, path: Path, observation: Observati
 
 
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
-    """Returns the path of the reconstruction by the attack called `label` in the run in `root`."""
+    """Returns the file of the reconstruction by attack `label`; a FedsimError for an unsafe id."""
     stack, _, rest = checked_id(observation_id).partition("/")
     return root / "reconstructions" / stack / label / f"{rest}.safetensors"
 
 
 def seed_of(observation: Observation, label: str) -> int:
-    """Returns the seed of the attack `label`, which is the same for a victim under all defenses."""
+    """Returns the seed of attack `label` on a client's batch, the same under all defenses."""
     training = observation.training
     # No name of a stack is among these, so that all are attacked from the same starting points.
     victim = (observation.round, observation.client, training.batch_size, observation.trial)
@@ -165,7 +177,7 @@ def seed_of(observation: Observation, label: str) -> int:
 
 
 def hide_defenses(observation: Observation) -> Observation:
-    """Returns what an attack sees that is not told of the defenses: an undefended update."""
+    """Returns the observation declared as undefended, but for an altered model; tensors stay."""
     # An altered model stays, since the attacker has its code and weights; so do local steps.
     spec = observation.spec
     if isinstance(spec, ReleaseSpec):
@@ -183,6 +195,9 @@ def score_answer(
     job: Job, answer: AttackAnswer, bound: TensorBound | None, setting: Setting, aids: Aids
 ) -> Result:
     """Scores an attack's answer or failure, writes the reconstruction, and returns the result.
+
+    An answer that cannot be scored or written gives a failed result. A FedsimError says that the
+    recording or its truth is missing or damaged.
 
     Args:
         job: The attack on its observation.
@@ -241,7 +256,8 @@ def score_answer(
 def cost(solution: Solution | None, seconds: float = 0.0) -> dict[str, float | int | None]:
     """Returns what an attack cost, over all its restarts, as fields of a row.
 
-    A failure (None) took `seconds`, and its other fields are None.
+    They are `seconds`, `iterations`, `iterations_per_second` (None without iterations) and
+    `peak_memory_bytes`. A failure (None) took `seconds`, and its other fields are None.
     """
     if solution is None:
         cells = ("iterations", "iterations_per_second", "peak_memory_bytes")
@@ -256,7 +272,7 @@ def cost(solution: Solution | None, seconds: float = 0.0) -> dict[str, float | i
 
 
 def result_without_attack(observation: Observation, status: Status, reason: str) -> Result:
-    """Returns a result of that `status` and `reason` without an attack: nothing is scored."""
+    """Returns a result of that `status` and `reason` without an attack: every metric is None."""
     nothing = scoring.no_metrics()
     return Result(
         observation=observation,
@@ -270,5 +286,5 @@ def result_without_attack(observation: Observation, status: Status, reason: str)
 
 
 def without_tensors(observation: Observation) -> Observation:
-    """Returns the observation without the tensors that were recorded."""
+    """Returns the observation with its four mappings of tensors empty."""
     return replace(observation, update={}, buffers_update={}, parameters={}, buffers={})

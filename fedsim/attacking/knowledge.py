@@ -30,9 +30,10 @@ from fedsim.types import FedsimError, Observation, Reconstruction, RowTruth, Tru
 
 
 def load_granted(root: Path | None, granted: Grant) -> Public:
-    """Loads the public data of the run in `root` that are `granted`; a FedsimError if it has none.
+    """Loads the public data that are `granted` from the run in `root`.
 
-    Nothing is loaded, and `root` may be None, where no public data are granted.
+    A FedsimError says that it has none, or that `root` is None. If no public data are granted,
+    nothing is loaded.
     """
     if granted.public == "none":
         return Public()
@@ -48,7 +49,8 @@ def load_earlier(
 ) -> tuple[Observation, ...]:
     """Loads what the watcher of the recording at `path` saw up to its round, on the CPU.
 
-    Nothing is loaded for an attack that does not join rounds, or on a release of rows.
+    Recordings are by round and client, this one included. Empty for an attack that does not join
+    rounds, and for a release of rows. A damaged recording is a FedsimError.
     """
     if not attack.joins_rounds or observation.payload != "update":
         return ()
@@ -67,10 +69,10 @@ def hand_over(
         observation: The recording.
         truth: What clients really used; None if it is not known.
         granted: What the threat model grants.
-        public: Public data of the recording's run, if any.
+        public: Public data of the recording's run; None: none.
 
     Raises:
-        ValueError: something is granted and not there.
+        ValueError: what is granted takes the truth or public images, which are not there.
     """
     if truth is None and (secrets := granted.from_truth()):
         raise ValueError(f"{' and '.join(secrets)} can only be granted with the truth")
@@ -104,7 +106,10 @@ def _withhold(observation: Observation, granted: Grant) -> Observation:
 def hand_over_candidates(
     truth: Truth | None, seen: tuple[Observation, ...]
 ) -> MembershipCandidates | None:
-    """Returns the candidates of an update, with all rounds that were `seen`; None without any."""
+    """Returns the examples that a membership attack is asked about; None if `truth` has none.
+
+    They are copies on the device of the recordings `seen`, at least one, which go with them.
+    """
     secret = truth.tensors() if truth else {}
     if types.CANDIDATE_MEMBERS not in secret:
         return None
@@ -144,11 +149,11 @@ def hand_over_row(
 
     Args:
         truth: Rows of all clients, and which took part.
-        target: Index of the row.
+        target: Index of the row, from 0.
         granted: What the threat model grants.
         asked: Whether the attack is asked if the row took part, and not to recover it.
-        exchanged: Stream that draws a row of the same client to withhold where the target did not
-            take part; None withholds none.
+        exchanged: Stream for a row that is `asked` about and did not take part: it draws another
+            one of its client to withhold, so that their number tells nothing. None withholds none.
     """
     others: tuple[Tensor, ...] = ()
     if granted.rows == "others":
@@ -208,7 +213,7 @@ def questions(
     """Yields the questions to `attack` about `observation`, with the knowledge that is granted.
 
     Images are one question. Rows are a question each: every row that took part or, for an attack
-    that is asked of candidates, every row that could have. An AttackFailed says why there is none.
+    that is asked of candidates, every row that could have.
 
     Args:
         attack: The attack.
@@ -216,9 +221,13 @@ def questions(
         truth: What clients really used; None if it is not known, which rows do not allow.
         granted: What the threat model grants.
         seed: Seed of the attack.
-        public: Public data of the observation's run.
+        public: Public data of the observation's run; None: none.
         restarts: Number of starting points of each question.
         seen: Recordings of the same watcher up to this round; empty: it saw this one alone.
+
+    Raises:
+        AttackFailed: at the first question, if there is a reason that `unanswerable` tells.
+        ValueError: there, too, as of `hand_over`.
     """
     if reason := unanswerable(attack, observation, truth):
         raise AttackFailed(reason)
@@ -239,10 +248,11 @@ def questions(
 
 
 def join_solutions(found: Sequence[Solution]) -> Solution:
-    """Joins the answers to all `questions`, in their order, into one; none is an AttackFailed.
+    """Joins the answers to all `questions`, in their order, into one.
 
     Parts that all answers have are concatenated. The loss is the mean of the answers'; iterations
-    and seconds are sums, and memory is the largest. All else is that of the first answer.
+    and seconds are sums, and memory is the largest. All else is that of the first answer. An empty
+    sequence is an AttackFailed.
     """
     if not found:
         raise AttackFailed("no row took part in this release, so that there is none to recover")

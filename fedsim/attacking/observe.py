@@ -115,16 +115,16 @@ class VictimModel:
         mode: Mode = "train",
         head: str | None = None,
     ) -> None:
-        """Takes the model apart; errors are those of `observe`.
+        """Takes the model apart; a FedsimError says which argument does not fit.
 
         Args:
             model: At the weights that clients start from; it is copied.
             input_shape: (C, H, W) of an image.
-            classes: Number of classes.
-            mean: Mean of each channel, which is subtracted from pixels; default 0.
-            std: Standard deviation of each channel; default 1.
+            classes: Number of classes, at least 2.
+            mean: Mean of each channel, which is subtracted from pixels; None: 0.
+            std: Standard deviation of each channel, by which they are then divided; None: 1.
             mode: Mode of the client's layers while it trains.
-            head: Name of the linear layer that classifies, where it is not the last one.
+            head: Name of the linear layer that classifies; None: the last one.
         """
         shape = _shape(input_shape)
         if classes < 2:
@@ -166,12 +166,15 @@ class VictimModel:
         buffers: Mapping[str, Tensor] | None = None,
         state: Mapping[str, Tensor] | None = None,
     ) -> Observation:
-        """Returns what a server sees of an undefended first-round update; fails as `observe` does.
+        """Returns what a server sees of an undefended first-round update.
+
+        Its `seed` is 0, and its tensors are float32 copies. A FedsimError says which tensor is
+        missing, unknown, of another shape, not finite, or of a frozen parameter and not 0.
 
         Args:
             update: Gradient or change of weights, see `observe`, by the model's own names.
             training: The client's local training.
-            buffers: New buffers of batch norm by their names, if any were sent.
+            buffers: New buffers of batch norm by their names; None if none were sent.
             state: Parameters and buffers that the client started from; those left out are the
                 model's.
         """
@@ -330,16 +333,16 @@ def own_names(
 
     Names that are the model's own once `prefix` stands before them, or as they are, are taken so.
     Otherwise a prefix that all names share (`module.`, `base_model.model.`) is taken off, or that
-    of a part of the model is put before them. Where none fits, tensors are returned as they are.
+    of a part of the model is put before them. Tensors are returned as they are if nothing fits.
 
     Args:
         tensors: Tensors by names.
         model: The model.
         what: Name of `tensors` in messages.
-        prefix: Prefix to try first.
+        prefix: Prefix to try first, with its last dot.
 
     Raises:
-        FedsimError: several prefixes fit.
+        FedsimError: several prefixes fit, and lead to different names.
     """
     own = dict(model.state_dict())
     short = {name.replace(".default.", "."): name for name in own}
@@ -387,13 +390,15 @@ def _prefixes(names: Sequence[str]) -> list[str]:
 def checked_examples(
     images: Tensor, labels: Tensor, spec: ModelSpec, count: int, *, where: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """Returns images and classes as float32 and int64 on the CPU; FedsimErrors say what is wrong.
+    """Returns images and classes as float32 and int64 on the CPU.
+
+    A FedsimError says which shape, type or range is wrong.
 
     Args:
         images: (N, C, H, W) pixels in [0, 1].
-        labels: (N,) integers.
+        labels: (N,) integers from 0.
         spec: Description of the model that classifies them.
-        count: Number N that there have to be.
+        count: Number N >= 1 that there have to be.
         where: Text before messages.
     """
     shape = (count, *spec.input_shape)

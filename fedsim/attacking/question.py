@@ -33,7 +33,7 @@ class Question:
     restarts: int
 
     def answer(self, progress: Callable[[Progress], None] | None = None) -> Solution:
-        """Runs the attack by `solve`, with torch's global stream seeded by the question's seed."""
+        """Runs the attack by `solve`, and raises as it does, with torch's global stream seeded."""
         with rng.global_stream(self.seed):
             return solve(
                 self.attack,
@@ -47,7 +47,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class AttackAnswer:
-    """Holds what became of a question: a solution, or the `reason` of its failure, else None."""
+    """Holds what became of a question: a solution, or the `reason` of its failure (else None)."""
 
     solution: Solution | None
     """Solution, with tensors in CPU memory; None if the attack failed."""
@@ -58,7 +58,7 @@ class AttackAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Public:
-    """Public data that a threat model can grant, as a run's folder holds them for all attacks."""
+    """Holds public data that a threat model can grant, as a run's folder has them for attacks."""
 
     images: Tensor | None = None
     """(P, C, H, W) uint8, or rows (P, D) float32, of the test split; None if not granted."""
@@ -79,7 +79,7 @@ class Surroundings:
 
 
 def pack_questions(questions: Sequence[Question]) -> bytes:
-    """Pickles questions for `answer_packed`, all on one observation object, without public data."""
+    """Pickles questions on one observation object for `answer_packed`; a ValueError for several."""
     # Unpacking fails unless all questions share one observation object, as the packed form says.
     (observation,) = {id(each.observation): each.observation for each in questions}.values()
     rest = []
@@ -90,13 +90,17 @@ def pack_questions(questions: Sequence[Question]) -> bytes:
 
 
 def unpack_answers(answers: bytes) -> list[AttackAnswer]:
-    """Returns the answers that `answer_packed` gave, in order; none follows a failure."""
+    """Returns the answers that `answer_packed` gave, in order; only the last may be a failure."""
     found: list[AttackAnswer] = pickle.loads(answers)  # noqa: S301 - a process that this one started
     return found
 
 
 def answer_packed(index: int, questions: bytes) -> bytes:
-    """Answers packed questions until one fails, for `unpack_answers`; tells progress as `index`."""
+    """Answers what `pack_questions` packed, up to the first failure, as `unpack_answers` reads it.
+
+    It runs in a worker that `processes.pool` started with `Surroundings`, and tells (`index`,
+    progress).
+    """
     around = _surroundings()
     observation, rest = pickle.loads(questions)  # noqa: S301 - this process's parent wrote it
     observation = move_tensors(observation, around.device)
@@ -130,12 +134,12 @@ def answer_packed(index: int, questions: bytes) -> bytes:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns a FedsimError's text, or another error's type and text, as the reason in a row."""
+    """Returns a FedsimError's text, or another error's type and text, to be the reason in a row."""
     return str(error) if isinstance(error, FedsimError) else f"{type(error).__name__}: {error}"
 
 
 def on_cpu(found: Reconstruction) -> Reconstruction:
-    """Returns the same reconstruction in CPU memory, images and features as float32."""
+    """Returns the reconstruction with its tensors in CPU memory, images and features as float32."""
     masks: dict[str, Any] = {
         name: None if mask is None else mask.detach().cpu()
         for name, mask in (("determined", found.determined), ("certified", found.certified))

@@ -53,7 +53,7 @@ def attack(
         observation: A recording, or the path of its JSON file.
         name: Name of the attack.
         parameters: The attack's hyper-parameters; others are at their defaults.
-        restarts: Number of starting points; the one with the least own loss is kept.
+        restarts: Number of starting points, at least 1; the one with the least own loss is kept.
         grant: Knowledge that the threat model grants, as `knowledge` in a scenario.
         seed: Seed of the attack; default: that of an attack of this label in the recorded run.
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
@@ -73,6 +73,7 @@ def attack(
 
     Raises:
         FedsimError: the recording or the attack cannot be used, or the attack failed.
+        ValidationError: a parameter is unknown, missing or out of its range.
     """
     path = None if isinstance(observation, Observation) else Path(observation)
     observation, root, victim = _find(observation, truth, device)
@@ -161,8 +162,8 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
     the client's training and defense. Noise makes it larger, and all that attacks do not model,
     such as the order of images in several steps.
 
-    It is None where there is no truth of images, the truth is of several clients, batches vary in
-    size, the recorded update is 0, or the simulation diverges.
+    None stands for no truth of images, several clients, batches that vary in size, an update of 0,
+    or a simulation that diverges.
     """
     training = observation.training
     parts = training.distinct_batches

@@ -55,10 +55,10 @@ from fedsim.types import Observation, RunFailed
 
 
 class Workers:
-    """Processes of an attack stage, which start with its first jobs and end with the block."""
+    """Starts the processes of an attack stage at its first jobs; they end with its `with` block."""
 
     def __init__(self, count: int) -> None:
-        """Prepares `count` processes that attack, and fewer that score."""
+        """Prepares `count` >= 1 processes that attack, and a quarter as many that score."""
         self.count = count
         self._running = ExitStack()
         self._attackers: Executor | None = None
@@ -129,7 +129,7 @@ def run_jobs(
     on_progress: Callable[[Job, Progress], None],
     on_result: Callable[[Job, Result], None],
 ) -> None:
-    """Runs and scores attacks; a worker's death is a RunFailed.
+    """Runs and scores attacks, and writes their reconstructions.
 
     Args:
         jobs: The attacks, each on one observation.
@@ -137,6 +137,11 @@ def run_jobs(
         workers: Processes of the stage, within their block.
         on_progress: Called with a job and its progress now and then.
         on_result: Called with each job and its result, in the order in which they end.
+
+    Raises:
+        RunFailed: a worker process died.
+        FedsimError: a recording, its truth or granted public data are missing or damaged, or an
+            attack cannot be made. Truth of too few clients is a failed result.
     """
     if setting.device.startswith("cuda"):
         torch.cuda.empty_cache()  # what this process trained with is the attacks' now
