@@ -35,20 +35,20 @@ _CHUNK = 4096
 
 
 class OneRelease(Computation):
-    """Computes one release per client; the mean of the releases replaces the parameters."""
+    """Base of computing one release per client, the mean of which replaces the parameters."""
 
     release: Release
 
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """Returns the release itself, `update`."""
+        """Returns `update`, a client's release, in the place of the parameter."""
         return update
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the mean of the releases itself."""
+        """Returns `mean`, that of the clients' releases, as the new parameters."""
         return mean
 
     def most_examples(self, training: LocalTraining) -> int:
-        """Returns 1, however many rows a client holds."""
+        """Returns 1, a client's weight in the mean, however many rows it holds."""
         return 1
 
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
@@ -57,7 +57,7 @@ class OneRelease(Computation):
 
 
 def counted_once(update: Tensors) -> Computed:
-    """Wraps a release as a client's result that counts as one example, whatever rows it holds."""
+    """Wraps a release, tensors by name, as a client's result that weighs as one example."""
     return Computed(update=update, buffers={}, num_examples=1, truth=None, loss=None)
 
 
@@ -65,7 +65,7 @@ def all_members(rows: Tensor, scored: Tensor, classes: int = 0) -> RowTruth:
     """Returns the truth of a release in which all `rows` (n, columns), of client 0, took part.
 
     `scored` (columns,), bool, says which columns are scored. `classes` is the number of the last
-    columns, which encode the label.
+    columns, which encode the label; 0 if the last one is data.
     """
     return RowTruth(
         rows=rows,
@@ -77,12 +77,12 @@ def all_members(rows: Tensor, scored: Tensor, classes: int = 0) -> RowTruth:
 
 
 class ClosedForm(OneRelease):
-    """Runs a closed-form learner of tables on one stack's federation."""
+    """Base of closed-form learners' work on tables, in one stack's federation."""
 
     def __init__(self, problem: Problem, kind: ReleaseKind, columns: int) -> None:
         """Prepares releases of `kind` by a random matrix of `columns` columns (0: by none).
 
-        A target of more than two classes is a FedsimError.
+        The problem's data have to be a Table. A target of more than two classes is a FedsimError.
         """
         assert isinstance(problem.dataset, Table)
         self.table = problem.dataset
@@ -104,7 +104,8 @@ class ClosedForm(OneRelease):
     def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:
         """Computes what is released of regularized `rows` (n, d + 1), the target being last.
 
-        A sketch is (d + 1, r), of r columns, and regression coefficients are (d,). `rng` is secret.
+        A sketch is (d + 1, r), of r columns, and regression coefficients are (d,). `rng` is the
+        learner's secret stream.
         """
 
     def describe(self) -> ReleaseSpec:
@@ -123,7 +124,7 @@ class ClosedForm(OneRelease):
         )
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
-        """Returns the truth of a release of all `inputs` (n, d + 1), which hold the labels."""
+        """Returns the truth of a release of all `inputs` (n, d + 1), which hold the targets."""
         scored = torch.ones(inputs.shape[1], dtype=torch.bool)
         # Last among the features, before the target, stands the intercept: a constant that
         # everybody knows.
@@ -131,23 +132,23 @@ class ClosedForm(OneRelease):
         return all_members(inputs, scored)
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Lets the defense of rows check its assumptions on every client's rows (n, d + 1)."""
+        """Refuses, by a FedsimError, rows (n, d + 1) for which the data defense's claim fails."""
         defense = self._stack.data_defense
         if defense and defense.assumes:
             defense.check({client: rows for client, (rows, _) in clients.items()})
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns zeros as `release`, and no buffers: there is no model before the release."""
+        """Returns zeros shaped like a release, and no buffers: there is no model before it."""
         return {VALUE: torch.zeros(self._shape, dtype=torch.float64)}, {}
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Returns the release of the first batch's rows, regularized as the stack says."""
+        """Returns the release of the first batch's rows, with σ I below; it fails as `describe`."""
         rows = regularize(request.batches[0][0], self._stack.sigma(self.release))
         return counted_once({VALUE: self.value(rows, request.stream)})
 
 
 def regularize(rows: Tensor, sigma: float) -> Tensor:
-    """Returns [D; σ I]: `rows` D (n, d + 1) and one further row per column, or D for σ = 0."""
+    """Returns `rows` D (n, d + 1) with the d + 1 rows of σ I below them; D itself for σ = 0."""
     if sigma == 0:
         return rows
     # D'D becomes D'D + σ² I, as under a ridge penalty of σ².
@@ -157,8 +158,9 @@ def regularize(rows: Tensor, sigma: float) -> Tensor:
 def sketch(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
     """Returns D'G of `rows` D (n, d), as (d, columns); G has independent standard normal entries.
 
-    For regularized rows [D; σ I] the result is D'G + σ N, with N as independent: the noise of the
-    random projection mechanism. The part of G that belongs to D is the same whatever σ.
+    G is drawn from `rng`. For regularized rows [D; σ I] the result is D'G + σ N with a standard
+    normal N: the noise of the random projection mechanism. The part of G that belongs to D is the
+    same whatever σ.
     """
     total = torch.zeros(rows.shape[1], columns, dtype=rows.dtype)
     # torch fills blocks of 16 and an incomplete one otherwise, which would change with σ.
@@ -194,7 +196,7 @@ class Sketch(Learner):
         return "sketch"
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner; a FedsimError if the target has more than two classes."""
+        """Binds it to one federation; a FedsimError if the target has more than two classes."""
         return _Sketching(problem, "sketch", self.columns)
 
 

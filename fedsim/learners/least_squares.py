@@ -56,11 +56,11 @@ class LeastSquares(Learner):
         return self
 
     def payload(self) -> ReleaseKind:
-        """Returns the kind of release that the method makes."""
+        """Returns the kind of release of the `method`, such as `sketch` or `coefficients`."""
         return _KINDS[self.method]
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner; a FedsimError if columns are too few, or classes more than two."""
+        """Binds it to one federation; a FedsimError for too few columns, or over two classes."""
         return _LinearRegression(problem, self.method, self.columns or 0)
 
 

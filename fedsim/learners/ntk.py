@@ -27,25 +27,25 @@ leaves about 1e-16 n where the exact value is zero, on any processor."""
 
 
 def draw_weights(neurons: int, dimension: int, scale: float, generator: torch.Generator) -> Tensor:
-    """Draws the neurons' weights w_r ~ N(0, σ² I) as (m, d), independent of the data.
+    """Draws the neurons' weights w_r ~ N(0, σ² I) as (m, d), float64, independent of the data.
 
     Args:
-        neurons: m.
-        dimension: d.
-        scale: σ.
+        neurons: m, the number of neurons.
+        dimension: d, the number of features.
+        scale: σ, the standard deviation of each weight.
         generator: A stream on the CPU.
     """
     return scale * torch.randn(neurons, dimension, generator=generator, dtype=torch.float64)
 
 
 def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-    """Computes the (a, b) kernel values of two sets of rows.
+    """Computes the (a, b) kernel values K(x, z) = (x'z) (x'Sz) of two sets of rows, S = W'W / m.
 
     Args:
         x: (a, d) rows.
         z: (b, d) rows.
-        weights: (m, d) of the discrete kernel (Definition 3.5), which carry σ themselves; None for
-            the continuous kernel σ² (x'z)² (Definition 3.6).
+        weights: W (m, d) of the discrete kernel (Definition 3.5), which carry σ themselves; None
+            for the continuous kernel σ² (x'z)² (Definition 3.6).
         scale: σ of the continuous kernel.
     """
     product = x @ z.T
@@ -57,7 +57,8 @@ def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float 
 def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
     """Computes α = (K + λ I)⁻¹ Y, (n, c), of `gram` K (n, n), `labels` Y (n, c) and λ = `ridge`.
 
-    Rows x (a, d) then have the values K(x, X) α (a, c); the largest of a row is its class.
+    Y has one column a class, see `one_hot`. Rows x (a, d) then have the values K(x, X) α (a, c);
+    the largest of a row is its class.
 
     Raises:
         FedsimError: `ridge` is not positive, or lost in the rounding of a singular K.
@@ -87,8 +88,8 @@ def quadratic_form(
     Args:
         train: X (n, d), whose kernel matrix `fit` was given.
         alpha: α (n, c), as `fit` returns it.
-        weights: As of `kernel`.
-        scale: As of `kernel`.
+        weights: (m, d) of the neurons, as of `kernel`; None for the continuous kernel.
+        scale: σ of the continuous kernel.
     """
     # X' diag(α_j) X of each class j, at once.
     weighted = torch.einsum("ij,ia,ib->jab", alpha, train, train)
@@ -106,5 +107,5 @@ def evaluate_form(x: Tensor, form: Tensor) -> Tensor:
 
 
 def one_hot(labels: Tensor, classes: int) -> Tensor:
-    """Returns `labels` (n,) as (n, classes) of zeros and ones, in float64."""
+    """Returns `labels` (n,), each from 0 to classes - 1, as (n, classes) of float64 0 and 1."""
     return torch.nn.functional.one_hot(labels, classes).double()

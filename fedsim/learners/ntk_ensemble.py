@@ -132,7 +132,7 @@ class NTK(Learner):
         return self
 
     def payload(self) -> ReleaseKind:
-        """Returns the kind of what clients release: a kernel regression or its model."""
+        """Returns `kernel_regression` for `release: form`, `kernel_model` for `release: model`."""
         return _KINDS[self.release]
 
     def start(self, problem: Problem) -> Computation:

@@ -232,6 +232,7 @@ class Trained:
     """Holds the result of local training, before the update defenses."""
 
     update: Tensors
+    """Gradient or change of weights, named like the parameters."""
     buffers: Tensors
     """New floating-point buffers (batch-norm statistics)."""
     seed: int

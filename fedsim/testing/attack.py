@@ -59,14 +59,14 @@ over_knowledge = pytest.mark.parametrize("most", [False, True], ids=["least", "m
 
 
 class AnyAttackContract(PluginContract[Attack[Any]]):
-    """Tests what every `Attack` keeps to, whatever it reads; one of few iterations is fast."""
+    """Base of suites that test what every `Attack` keeps to; a subclass has `make` and `case`."""
 
     batch_sizes: ClassVar[tuple[int, ...]] = _SIZES
     """Sizes among 1 and 3 that the method works on; it refuses the other by `AttackFailed`."""
 
     @abstractmethod
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns an observation of `size` images or clients, and the least or `most` knowledge."""
+        """Returns a case of `size` images or clients, with the required or `most` knowledge."""
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
         """Asserts an answer without gradients, and a finite loss; a suite adds shape and range."""
@@ -153,7 +153,7 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
 
 
 class AttackContract(AnyAttackContract):
-    """Tests what every `Attack` on images keeps to, on 1x16x16 pixels in 10 classes."""
+    """Tests what `make` returns as an `Attack` on images, of 1x16x16 pixels in 10 classes."""
 
     model: ClassVar[str] = "lenet"
     """Name of a registered model that the method works on."""
@@ -161,7 +161,7 @@ class AttackContract(AnyAttackContract):
     """Parameters of that model."""
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the update of a batch of `size` images."""
+        """Returns the update of a batch of `size` images, and the required or `most` knowledge."""
         observation, truth = self._observe(*example_batch(size))
         return self._hand_over(observation, truth, most, size)
 
@@ -204,10 +204,10 @@ class AttackContract(AnyAttackContract):
 
 
 class CandidateAttackContract(AttackContract):
-    """Tests what attacks on updates keep to that are asked of candidates, half of them members."""
+    """Tests what `make` returns as an attack asked of candidates, of which half are members."""
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the update of `size` members, and as many others as candidates behind them."""
+        """Returns the update of `size` members; candidates are these, then as many others."""
         images, labels = example_batch(2 * size)
         observation, truth = self._observe(images[:size], labels[:size])
         asked = {
@@ -229,10 +229,10 @@ class CandidateAttackContract(AttackContract):
 
 
 class SourceAttackContract(CandidateAttackContract):
-    """Tests attacks that are asked which of three clients holds each of 3 `size` records."""
+    """Tests what `make` returns as an attack asked which of 3 clients holds each record."""
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the last client's update, and the records of all in another order."""
+        """Returns the update of client 2, and 3 `size` records, of three clients in turn."""
         _, known = super().case(size, most)
         images, labels = example_batch(3 * size)
         seen = tuple(
@@ -254,7 +254,7 @@ class SourceAttackContract(CandidateAttackContract):
 
 
 class RowAttackContract(AnyAttackContract):
-    """Tests `Attack` on rows: one client or three release from 13 or 14 rows of 4 entries each."""
+    """Tests what `make` returns as an `Attack` on rows: 1 or 3 clients of 13 or 14 rows each."""
 
     learner: ClassVar[str] = "sketch"
     """Name of a registered closed-form learner whose releases the method reads."""
@@ -262,7 +262,7 @@ class RowAttackContract(AnyAttackContract):
     """Parameters of that learner; `columns` are those of the random matrix, not of the rows."""
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the summed releases of `size` clients."""
+        """Returns the summed releases of `size` clients, and what is granted to find one row."""
         observation, truth = make_release(
             *example_rows(20 * size),
             learner=self.learner,

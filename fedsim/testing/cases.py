@@ -50,7 +50,7 @@ P = TypeVar("P", bound=Plugin)
 
 
 class PluginContract(ABC, Generic[P]):
-    """Tests the parameters and the source of any plugin."""
+    """Base of all suites: tests the parameters and the source of what `make` returns."""
 
     @abstractmethod
     def make(self) -> P:
@@ -74,7 +74,7 @@ BOUND = 2.0
 
 
 def example_training(**changes: object) -> LocalTraining:
-    """Returns a declared training of one step on three images, with `changes` of its fields."""
+    """Returns a `fedsgd` training of one step on 3 images at lr 0.1, with `changes` of fields."""
     fields: dict[str, object] = {"algorithm": "fedsgd", "steps": 1, "batch_size": 3, "lr": 0.1}
     return LocalTraining(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -90,7 +90,7 @@ def local_step(
 
     Args:
         loss: Loss, which need not be that of the model.
-        gradient: Direction so far.
+        gradient: Function that gives the direction so far.
         batch_size: Divisor of sums over a batch.
         shape: (C, H, W) of an image.
         classes: Number of classes.
@@ -108,7 +108,7 @@ def local_step(
 
 
 def example_spec(shape: tuple[int, ...], classes: int, **parameters: Any) -> ModelSpec:
-    """Returns the description of an `mlp` of unnormalized images of `shape` (C, H, W)."""
+    """Returns the description of an `mlp` with `parameters` of images of `shape` (C, H, W)."""
     channels = shape[0]
     return ModelSpec(
         name="mlp",
@@ -121,12 +121,12 @@ def example_spec(shape: tuple[int, ...], classes: int, **parameters: Any) -> Mod
 
 
 def stream(seed: int = 1) -> torch.Generator:
-    """Returns a fresh generator; the same seed is the same stream."""
+    """Returns a new torch generator on the CPU; the same seed is the same stream."""
     return torch.Generator().manual_seed(seed)
 
 
 def mixed_update(scale: float = 1.0) -> dict[str, Tensor]:
-    """Returns an update with every floating-point type, a 0-d, an empty and a repeated entry."""
+    """Returns an update with each float type, a 0-d, an empty and a repeated entry, by `scale`."""
     draw = stream(0)
     return {
         "single": scale * torch.randn(4, 3, generator=draw),
@@ -140,7 +140,7 @@ def mixed_update(scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def near(vectors: Tensor, by: float) -> Tensor:
-    """Returns `vectors` (N, d), each moved in a random direction by `by` times its own length."""
+    """Returns `vectors` (N, d), each moved in a fixed random direction by `by` times its length."""
     directions = torch.randn(vectors.shape, generator=stream())
     lengths = vectors.norm(dim=1, keepdim=True) / directions.norm(dim=1, keepdim=True)
     perturbed: Tensor = vectors + by * lengths * directions
@@ -153,7 +153,7 @@ def zeros() -> dict[str, Tensor]:
 
 
 def non_finite(value: float) -> dict[str, Tensor]:
-    """Returns `mixed_update` with one entry replaced by `value`."""
+    """Returns `mixed_update` with one entry replaced by `value`, such as NaN or infinity."""
     update = mixed_update()
     update["single"][1, 1] = value
     return update
@@ -171,7 +171,7 @@ UPDATES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
 
 
 def same(a: Tensors, b: Tensors) -> bool:
-    """Returns whether names, shapes, types and bits are equal; NaN equals NaN of its sign."""
+    """Returns whether names, shapes, types and bits are equal; NaN equals NaN of the same sign."""
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype
         and a[name].shape == b[name].shape
@@ -183,7 +183,7 @@ def same(a: Tensors, b: Tensors) -> bool:
 
 
 def copy(tensors: Tensors) -> dict[str, Tensor]:
-    """Clones all tensors."""
+    """Returns clones of all tensors, by the same names."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -203,21 +203,24 @@ def make_observation(
     """Returns what a server sees of clients who train a model on `images`, and the truth.
 
     Each client trains on as many images, normalized by a mean of 0.4 and a deviation of 0.25. All
-    is computed on the CPU. The truth has images, labels and features, in the order of the images. A
-    ValueError says where the number of images is not what the training needs, or several clients'
-    updates are not combined.
+    is computed on the CPU. The truth has images, labels and features, in the order of the images.
 
     Args:
         images: (N, C, H, W) pixels in [0, 1], ordered by client and then by step.
         labels: (N,) int64.
         model: Name of a registered model.
-        model_parameters: Parameters of the model.
+        model_parameters: Parameters of the model; None: its defaults.
         num_classes: Number of the model's classes.
         training: Declared training; None is one gradient of each client's images, in train mode.
         defense: Defenses as a scenario lists them, `name` and parameters each.
         num_clients: Number of clients; several need an aggregation defense to combine them.
         seed: Seed of the weights and the defenses' noise.
-        weights: Parameters and buffers to start from, in place of fresh ones.
+        weights: Parameters and buffers to start from; None: fresh ones.
+
+    Raises:
+        ValueError: the number of images is not what the training needs, or several clients' updates
+            are not combined.
+        FedsimError: a plugin is unknown, or the defenses do not fit.
     """
     refs = [reference(member) for member in defense]
     stack = build_stack(refs)
@@ -324,13 +327,13 @@ def _observe(
 
 
 def reference(plugin: Mapping[str, Any]) -> PluginRef:
-    """Returns a scenario's entry, `name` and parameters, in the form that a scenario holds."""
+    """Returns a mapping of `name` and parameters as the plugin that a scenario names."""
     parameters = {key: value for key, value in plugin.items() if key != "name"}
     return PluginRef(name=plugin["name"], parameters=parameters)
 
 
 def example_batch(count: int, shape: tuple[int, ...] = (1, 16, 16)) -> tuple[Tensor, Tensor]:
-    """Returns `count` images (count, C, H, W), uniform in [0, 1], and labels 3, 6, 9, 2, ..."""
+    """Returns fixed images (count, C, H, W), uniform on [0, 1], and labels 3, 6, 9, 2, ..."""
     images = torch.rand(count, *shape, generator=rng.generator(0, "example"))
     return images, (3 * torch.arange(1, count + 1)) % 10
 
@@ -358,13 +361,16 @@ def make_release(
             client; each has as many.
         members: (N,) bool: whether each row takes part.
         learner: Name of a registered closed-form learner.
-        parameters: Parameters of the learner.
-        defense: Defenses as a scenario lists them.
+        parameters: Parameters of the learner; None: its defaults.
+        defense: Defenses as a scenario lists them, `name` and parameters each.
         num_clients: Number of clients; several without an aggregation defense are a ValueError.
         intercept: Whether the last feature is the constant 1.
         classes: Classes of a target that is -1 or +1; None for a quantity.
-        row_norm: Bound on the L2 norm of a row; default: sqrt(d + 1).
+        row_norm: Bound on the L2 norm of a row; None: sqrt(d + 1).
         seed: Seed of the random matrices and the defenses' noise.
+
+    Raises:
+        FedsimError: a plugin is unknown, or learner and defenses do not fit.
     """
     stack = build_stack([reference(member) for member in defense])
     if num_clients > 1 and stack.aggregation is None:
@@ -400,13 +406,15 @@ def make_kernel_release(
 ) -> tuple[Observation, RowTruth]:
     """Returns what a server sees of a kernel regression of images, and the truth.
 
+    A FedsimError says that the learner's parameters or the defenses do not fit.
+
     Args:
         images: (N, C, H, W) uint8, by client; each has as many.
         labels: (N,) int64.
         members: (N,) bool: whether each image takes part.
-        parameters: Parameters of learner ntk.
-        defense: Defenses as a scenario lists them.
-        num_clients: Number of clients; several need an aggregation defense to combine them.
+        parameters: Parameters of learner ntk; None: its defaults.
+        defense: Defenses as a scenario lists them, `name` and parameters each.
+        num_clients: Number of clients; without an aggregation defense only the first one is seen.
         seed: Seed of the random matrices and the defenses' noise.
     """
     stack = build_stack([reference(member) for member in defense])
@@ -487,7 +495,7 @@ def _observe_release(
 
 
 def example_rows(count: int, columns: int = 4) -> tuple[Tensor, Tensor]:
-    """Returns rows (count, columns) float64 in [-1, 1], and which take part: two of three."""
+    """Returns fixed float64 rows (count, columns) on [-1, 1], and whether each takes part."""
     stream = rng.generator(0, "example rows")
     rows = torch.rand(count, columns, generator=stream, dtype=torch.float64) * 2 - 1
     rows[:, -2] = 1

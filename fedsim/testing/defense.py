@@ -59,7 +59,7 @@ over_updates = pytest.mark.parametrize("make_update", UPDATES.values(), ids=UPDA
 
 
 class UpdateDefenseContract(PluginContract[UpdateDefense]):
-    """Tests what every `UpdateDefense` keeps to."""
+    """Tests that what `make` returns keeps to all that an `UpdateDefense` has to."""
 
     @over_updates
     def test_names_shapes_and_types_are_kept_and_arguments_stay(
@@ -253,11 +253,11 @@ DELTA = 1e-4
 
 
 class DataDefenseContract(PluginContract[DataDefense]):
-    """Tests what every `DataDefense` keeps to."""
+    """Tests that what `make` returns keeps to all that a `DataDefense` has to."""
 
     @abstractmethod
     def release(self) -> Release:
-        """Returns a release that the defense under test protects."""
+        """Returns a release that the defense under test protects, for a subclass to implement."""
 
     def test_sigma_is_a_scale(self) -> None:
         defense, release = self.make(), self.release()
@@ -298,7 +298,7 @@ class DataDefenseContract(PluginContract[DataDefense]):
 
 
 class TrainingDefenseContract(PluginContract[TrainingDefense]):
-    """Tests what every `TrainingDefense` keeps to."""
+    """Tests that what `make` returns keeps to all that a `TrainingDefense` has to."""
 
     def test_the_training_stays_possible(self) -> None:
         for declared in (example_training(), example_training(algorithm="fedavg", steps=3)):
@@ -434,7 +434,7 @@ _DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=1, lr=1.0)
 
 
 class StatisticDefenseContract(PluginContract[StatisticDefense]):
-    """Tests what every `StatisticDefense` keeps to."""
+    """Tests that what `make` returns keeps to all that a `StatisticDefense` has to."""
 
     def test_shape_type_and_kind_are_kept(self) -> None:
         value = self._value()
@@ -497,7 +497,7 @@ class StatisticDefenseContract(PluginContract[StatisticDefense]):
 
 
 class AggregationDefenseContract(PluginContract[AggregationDefense]):
-    """Tests what every `AggregationDefense` keeps to."""
+    """Tests that what `make` returns keeps to all that an `AggregationDefense` has to."""
 
     def test_one_update_alone_comes_out_as_it_is(self) -> None:
         update = _updates()[0]
@@ -598,7 +598,7 @@ _ALTERED = example_spec((1, 4, 4), _CLASSES, hidden=[8])
 
 
 class ModelDefenseContract(PluginContract[ModelDefense]):
-    """Tests what every `ModelDefense` keeps to."""
+    """Tests that what `make` returns keeps to all that a `ModelDefense` has to."""
 
     def test_the_altered_model_classifies(self) -> None:
         images, _ = _images()
