@@ -50,7 +50,10 @@ S = TypeVar("S", bound=AttackState)
 
 
 class Attack(Plugin, Generic[S]):
-    """Base of attacks, which recover a client's data from an observation. Fields are parameters."""
+    """Base of attacks, which recover a client's data from an observation. Fields are parameters.
+
+    A subclass implements `init`, `step`, `terminate` and `postprocess`, which `solve` calls.
+    """
 
     needs: ClassVar[Grant] = Grant.least()
     """Least grant that the attack needs; one that depends on a parameter overrides `required`."""
@@ -116,9 +119,9 @@ class Attack(Plugin, Generic[S]):
 
     @abstractmethod
     def step(self, state: S) -> S:
-        """Makes one iteration and returns the next state, perhaps `state` changed in place.
+        """Makes one iteration and returns the next state, whose `iteration` is larger.
 
-        An AttackFailed ends the attack without an answer.
+        It may change `state` in place. An AttackFailed ends the attack without an answer.
         """
 
     @abstractmethod
@@ -304,7 +307,7 @@ _AT_BOUND = 1 - 1e-6
 def remove_truncated(observation: Observation) -> Observation:
     """Returns the observation with entries that a defense truncated set to 0, declared as removed.
 
-    It is returned as it is if its `effect` has no truncation, or noise.
+    It is returned as it is if its `effect` declares no truncation, or declares noise.
     """
     effect = observation.effect
     if effect.truncated is None or effect.noisy:

@@ -65,15 +65,15 @@ class DataDefense(Plugin):
 
     @abstractmethod
     def sigma(self, release: Release) -> float:
-        """Returns σ >= 0 of the rows σ I, in rows' units; a FedsimError if none fits `release`."""
+        """Returns σ >= 0 of the rows σ I to append, in rows' units; a FedsimError if none fits."""
 
     @abstractmethod
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns what is proven of `release` with rows σ I appended; it raises as `sigma` does."""
+        """Returns what is proven of `release` with rows σ I added; a FedsimError if nothing is."""
 
     @property
     def least_clients(self) -> int:
-        """Least number of clients in a release for the claim `pooled` to hold; 1 by default."""
+        """Least number of clients in a sum for `Guarantee.pooled` to hold of it; 1 by default."""
         return 1
 
     @property
@@ -82,19 +82,15 @@ class DataDefense(Plugin):
         return False
 
     def check(self, clients: Mapping[int, Tensor]) -> None:
-        """Refuses data that contradict what the claim assumes; by default none are refused.
+        """Refuses, by a FedsimError, data that contradict what the claim assumes; default: none.
 
         `clients` maps each client of a release to its rows (n, d + 1) before σ I is appended. The
         refusal is itself a function of the data, and nothing hides it.
-
-        Raises:
-            FedsimError: the data contradict it; the message has the parameter, its value and the
-                data's.
         """
 
 
 class StatisticDefense(Plugin):
-    """Privatizes a statistic from which a closed-form learner computes its release.
+    """Base of defenses that privatize a statistic, from which a closed-form release is computed.
 
     The release is then post-processing: it is private if every statistic that it is computed from
     is. Shape and type of the statistic stay, and a kernel matrix stays positive semidefinite.
@@ -114,7 +110,7 @@ class StatisticDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, release: Release) -> CurveMechanism:
-        """Returns what is proven, by the bounds of `release`; a FedsimError if nothing can be."""
+        """Returns what is proven of the private statistic; a FedsimError if nothing can be."""
 
     @property
     def assumes(self) -> bool:
@@ -122,7 +118,7 @@ class StatisticDefense(Plugin):
         return False
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses a client's `value` by a FedsimError, as `DataDefense.check`; default: none."""
+        """Refuses, by a FedsimError, a client's `value` that voids the claim; by default none."""
 
     @abstractmethod
     def public_parameters(self, release: Release) -> Mapping[str, float]:
@@ -152,8 +148,7 @@ class UpdateDefense(Plugin):
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
         """Returns the state before the first round, for updates shaped like `update`; default {}.
 
-        `sensitivity` is the L2 bound on updates that the defenses before this one guarantee; inf if
-        none.
+        `sensitivity` is the L2 bound on them that earlier defenses guarantee; inf if none does.
         """
         return {}
 
@@ -172,8 +167,7 @@ class UpdateDefense(Plugin):
     def guarantee(self, before: Guarantee) -> Guarantee:
         """Returns what is proven after this defense, given what was proven `before` it.
 
-        Raises:
-            FedsimError: the defense cannot follow what comes before it.
+        It raises a FedsimError if the defense cannot follow what comes before it.
         """
 
     def effect(self, before: Guarantee) -> Effect:
@@ -218,9 +212,10 @@ class TrainingDefense(Plugin):
         return None
 
     def with_noise(self, multiplier: float) -> TrainingDefense:
-        """Returns a copy of the same target, with noise of `multiplier` times the clipping bound.
+        """Returns a copy whose noise has a deviation of `multiplier` times the clipping bound.
 
-        A defense with a `target` overrides it: the default raises a NotImplementedError.
+        Its `target` stays. A defense with one overrides this: the default raises a
+        NotImplementedError.
         """
         raise NotImplementedError(f"{type(self).__name__} has a target and takes no noise")
 
@@ -321,7 +316,7 @@ class AggregationDefense(Plugin):
     def seen_by_one_of(self, participants: int) -> AggregationDefense:
         """Returns the aggregation as one of so many `participants` sees it.
 
-        This one takes its own update off. By default the others stay hidden as well as before.
+        The client takes its own update off. By default the others stay hidden as well as before.
         """
         return self
 
@@ -460,9 +455,7 @@ def add_noise(update: Tensors, std: float, noise: Tensors) -> dict[str, Tensor]:
 
     The low bits of a float tell which values it can be a noisy version of: see Mironov, On
     Significance of the Least Significant Bits for Differential Privacy, CCS 2012. So the float64
-    sum is rounded to a multiple of at most `std` / 2^18, then to the type of the update. Near 0,
-    noise can have 10^9 values within one such step; beyond 6.8 deviations, where one entry in 10^11
-    lies, few or none.
+    sum is rounded to a multiple of at most `std` / 2^18, then to the type of the update.
     """
     return {
         name: without_low_bits(tensor.double() + std * noise[name], std).to(tensor.dtype)
@@ -485,7 +478,9 @@ def shapes(update: Tensors) -> Mapping[str, torch.Size]:
 
 
 _STEP_BITS = 18
-"""Number of powers of two by which steps of `add_noise` are finer than the noise's deviation."""
+"""Number of powers of two by which steps of `add_noise` are finer than the noise's deviation. Near
+0, noise can have 10^9 values within one such step; beyond 6.8 deviations, where one entry in 10^11
+lies, few or none."""
 
 
 def _rounded_to(step: float, values: Tensor) -> Tensor:

@@ -121,10 +121,7 @@ class CurveMechanism(ABC):
 @final
 @dataclass(frozen=True)
 class Composed:
-    """Composes one or more independent releases of the same data.
-
-    Building it raises a FedsimError if the unit or β of two `parts` differ.
-    """
+    """Composes independent releases of the same data; a FedsimError if their unit or β differs."""
 
     parts: tuple[CurveMechanism, ...]
 

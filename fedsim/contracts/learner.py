@@ -157,14 +157,14 @@ class Computation(ABC):
 
     @abstractmethod
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the (parameters, buffers) before the first round; the same for every stack."""
+        """Returns (parameters, buffers) before round 1; a FedsimError if given weights misfit."""
 
     @abstractmethod
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
         """Computes one client's update of one round; the defenses' draws come from `rng`.
 
         Training asks `Stack.gradient` for the direction of every step. The caller has entered
-        `Stack.memory_of`, from which steps go on.
+        `Stack.memory_of`, from which steps go on. A FedsimError says why nothing can be released.
         """
 
     @abstractmethod
@@ -198,7 +198,7 @@ class Computation(ABC):
 
     @abstractmethod
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
-        """Returns how well the global model of these `parameters` does on the test split."""
+        """Returns loss and accuracy of the global model, by its tensors, on the test split."""
 
     @abstractmethod
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
@@ -209,10 +209,7 @@ class Computation(ABC):
 
 
 def model_spec(problem: Problem) -> ModelSpec:
-    """Returns the description of the problem's network, for the inputs of its data source.
-
-    A problem without a `model`, or whose `dataset` is a Table, is an AssertionError.
-    """
+    """Describes the problem's `model` for its Dataset; an AssertionError if it lacks either."""
     model, dataset = problem.model, problem.dataset
     assert model is not None
     assert isinstance(dataset, Dataset)
@@ -249,7 +246,7 @@ class Learner(Plugin):
         return None
 
     def least_examples(self, training: LocalTraining) -> int:
-        """Returns the least number of examples of a client under `training`; by default 1."""
+        """Returns how many examples a client must hold, given its `training`; by default 1."""
         return 1
 
     @abstractmethod

@@ -58,11 +58,7 @@ def _block(row: Row, width: int) -> list[str]:
 
 
 def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
-    """Renders `parameters`, as a row of `rows` has them, as lines of at most `width` characters.
-
-    Each has a line of name, default, type and range, in aligned columns if they fit, and its
-    description below.
-    """
+    """Renders `parameters`, as of a row of `rows`, as lines of at most `width` characters."""
     table = []
     for each in parameters:
         default = "required" if each["required"] else f"= {json.dumps(each['default'])}"
@@ -82,10 +78,7 @@ def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
 
 
 def wrap_text(text: str, width: int, indent: int) -> list[str]:
-    """Wraps `text` into lines of at most `width` characters; none if it is empty.
-
-    Line 1 is indented by `indent` spaces, all later ones by two more.
-    """
+    """Wraps `text` to `width` characters, indented by `indent`, and by 2 more from line 2 on."""
     return textwrap.wrap(
         text.rstrip(),
         width,

@@ -76,6 +76,7 @@ class Metric:
     unit: Literal["dB", "degrees", "range", "share", "relative", "none"]
     """`range`: pixels or entries scaled to [0, 1]. `relative`: in units of the truth's length."""
     larger_leaks: bool
+    """Whether a larger value leaks more; else a smaller one does."""
     uninformed: float | None = None
     """Value of an answer without any knowledge, for all data: features of zero, a coin. None if it
     depends on the data; then the guess is scored."""
@@ -88,6 +89,7 @@ class Metric:
     shown_as: Literal["mean", "interval", "percent"] = "mean"
     """Form of a table's cell: the mean, the mean with its interval, or the mean in percent."""
     digits: int = 2
+    """Number of decimals of a table's cell."""
     narrow: Literal["kept", "late", "early"] = "early"
     """Order in which a table that is too wide leaves columns out: never, late, or early."""
 
@@ -134,14 +136,15 @@ def bound_chances(
 ) -> tuple[float, ...]:
     """Returns for each of `radii` an upper bound on the chance of an answer so near to the truth.
 
-    The truth is drawn uniformly from N >= 1 candidates of these (N, N) `distances`. Candidates
-    within r of one answer are within 2 r of each other. So no answer has more of them near than
-    some candidate has within 2 r. `groups` (N,) is what the attacker knows of each candidate, such
-    as its label; None: nothing.
+    The truth is drawn uniformly from N >= 1 candidates of these (N, N) `distances`, which obey the
+    triangle inequality. `groups` (N,) is what the attacker knows of each candidate, such as its
+    label; None: nothing.
     """
     count = len(distances)
     groups = torch.zeros(count, dtype=torch.int64) if groups is None else groups
     own = [distances[groups == group][:, groups == group] for group in sorted(set(groups.tolist()))]
+    # Candidates within r of one answer are within 2 r of each other. So no answer has more of them
+    # near than some candidate has within 2 r.
     # A tolerance: at a radius of 0 a candidate is within it of itself, rounding or not.
     return tuple(
         sum(int((each <= 2 * radius + 1e-9).sum(1).max()) for each in own) / count
@@ -157,11 +160,9 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
     """Assigns reconstructions (M, ...) to truths (N, ...) so that the total squared error is least.
 
     Returns N indices: entry i is the reconstruction that is scored against truth i. Both are
-    finite, on the CPU, and need no gradient.
-
-    If M > N, only the first N reconstructions count: an attack that hands in many guesses must rank
-    them itself, for choosing among them by the truth would be an oracle. If M < N, N - M truths are
-    left `MISSING` (-1).
+    finite, on the CPU, and need no gradient. If M > N, only the first N reconstructions count, as
+    choosing among guesses by the truth would be an oracle. If M < N, N - M truths are left
+    `MISSING` (-1).
     """
     claimed = reconstruction[: len(truth)].flatten(1).double()
     targets = truth.flatten(1).double()

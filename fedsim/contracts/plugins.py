@@ -118,7 +118,7 @@ def _points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Returns the sorted names of `group` (`fedsim.attacks`); a PluginError if it is unknown."""
+    """Returns the names of plugins of `group`, sorted; a PluginError if it is none of `GROUPS`."""
     return tuple(sorted(_points(group)))
 
 
@@ -167,7 +167,7 @@ def load(group: str, name: str) -> type[Plugin]:
 
 
 def reference(group: str, plugin: Plugin) -> Named:
-    """Returns the name and parameters that build `plugin`; a PluginError if `group` has no name."""
+    """Returns `plugin`'s name in `group`, and parameters; a PluginError if it has no name there."""
     kind = type(plugin)
     value = f"{kind.__module__}:{kind.__qualname__}"
     for name, points in _points(group).items():
@@ -222,7 +222,7 @@ def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[
 
 
 def parameters(cls: type[BaseModel]) -> tuple[Parameter, ...]:
-    """Returns the parameters of a plugin in the order of its class; it raises as `schema` does."""
+    """Returns a plugin's parameters in the order of its class; a PluginError as of `schema`."""
     whole = schema(cls)
     definitions = whole.get("$defs", {})
     required = whole.get("required", [])
@@ -282,11 +282,9 @@ def _name(package: Distribution) -> str:
 
 
 class Described(GenerateJsonSchema):
-    """Makes JSON Schemas in which the docstring below a field of a class describes that field.
+    """Generates JSON Schemas in which the docstring below a field of a class describes it."""
 
-    `schema` hands it to pydantic. Pydantic's own `use_attribute_docstrings` does so whenever a
-    class is made, which takes every process a second.
-    """
+    # Pydantic's `use_attribute_docstrings` does so as each class is made: a second a process.
 
     def model_schema(self, schema: core_schema.ModelSchema) -> dict[str, Any]:
         """Returns the JSON Schema of one model, given pydantic's core `schema` of it."""
@@ -300,11 +298,7 @@ class Described(GenerateJsonSchema):
 
 
 def descriptions(cls: type) -> Mapping[str, str]:
-    """Returns each field's name -> the docstring below it, with those of classes it derives from.
-
-    Fields without one are left out. It is empty for a class that is no pydantic model, or is in no
-    file.
-    """
+    """Returns field -> docstring below it, if any, of a pydantic class and its base classes."""
     # From the bases on, so that a subclass's own text wins.
     return {name: text for each in reversed(cls.__mro__) for name, text in _texts_of(each).items()}
 

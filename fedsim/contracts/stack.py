@@ -79,7 +79,7 @@ class Stack:
         return self.data_defense.least_clients if self.data_defense and self.aggregation else 1
 
     def sigma(self, release: Release) -> float:
-        """Returns σ of the rows σ I that a client appends to its rows; 0 without a data defense."""
+        """Returns σ of the rows σ I to append; 0 without a data defense, and else its errors."""
         return self.data_defense.sigma(release) if self.data_defense else 0.0
 
     def private(
@@ -87,13 +87,14 @@ class Stack:
     ) -> Tensor:
         """Returns a client's statistic made private, or `value` itself if nothing acts on it.
 
-        A FedsimError says that a defense cannot keep to its claim.
-
         Args:
             statistic: Name of the statistic.
             value: Features (n, d) or kernel matrix (n, n), which is not changed.
             release: Release that is computed from it.
             rng: Stream of the defenses, on the CPU.
+
+        Raises:
+            FedsimError: the defense cannot keep to its claim.
         """
         for defense in self.statistic_defenses:
             if defense.statistic == statistic:
@@ -171,9 +172,8 @@ class Stack:
 
         `state` is the one after the client's previous round (empty before its first). The mapping
         that is yielded is filled on exit with what the steps leave, and is kept with what `apply`
-        returned. It stays empty if the block fails. Outside the block, every direction begins as in
-        a client's first round. A stack has one such block at a time: blocks are neither nested nor
-        shared by threads.
+        returned. It stays empty if the block fails. Outside of it, directions begin as in a first
+        round. Blocks of a stack are neither nested nor shared by threads.
         """
         self._memories.update({index: {} for index in range(len(self.training_defenses))})
         for name, tensor in state.items():
