@@ -30,7 +30,7 @@ class Operation(BaseModel):
     """Size in ninths of the largest: 45% of the side, or half of the contrast."""
 
     def changes(self) -> tuple[ImageChange, ImageChange]:
-        """Returns the change in both directions: left or up first, or to less contrast."""
+        """Returns the change in both directions, that of the smaller `by` first."""
         if self.name == "contrast":
             sizes = [1 + sign * self.magnitude * _CONTRAST for sign in (-1, 1)]
         else:

@@ -42,7 +42,7 @@ class Censor(TrainingDefense):
     authors' code does."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the function that draws and chooses, see `TrainingDefense.gradient`."""
+        """Returns the function that draws directions. See `TrainingDefense.gradient`."""
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
@@ -76,7 +76,7 @@ class Censor(TrainingDefense):
 
 
 def draw_orthogonal(gradient: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-    """Draws tensors like those of `gradient`, as long, uniform among those orthogonal to it."""
+    """Draws for each tensor of `gradient` one as long, orthogonal and uniform; 0 for one entry."""
     drawn = {}
     for name, random in standard_normal(gradient, rng).items():
         # In float64: rounding in float32 would leave more of what lies along the gradient.

@@ -68,7 +68,10 @@ class DPFTRL(NoisyAggregation):
         return replace(combined, tensors={n: value / round.clients for n, value in tensors.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the server's mechanism unless `before` has one; FedsimError without a bound."""
+        """Returns the server's mechanism, if it adds noise and `before` has none.
+
+        With noise, a FedsimError refuses updates without a bound.
+        """
         if self.noise_multiplier == 0:
             return before.unproven("dp_ftrl adds no noise: its noise_multiplier is 0")
         if math.isinf(before.sensitivity):

@@ -54,7 +54,7 @@ class GaussianNoise(UpdateDefense):
         return self
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Returns {`std`: standard deviation, 0-d float64}; FedsimError if that lacks a bound."""
+        """Returns {`std`: standard deviation, 0-d float64}; FedsimError if it needs a bound."""
         return {"std": torch.tensor(self._std(sensitivity), dtype=torch.float64)}
 
     def apply(

@@ -75,11 +75,11 @@ class GaussianSampling(StatisticDefense):
 
     @property
     def assumes(self) -> bool:
-        """Whether `least_eigenvalue` is given: the claim then holds of data that pass `check`."""
+        """Whether `least_eigenvalue` is given: the claim then holds only if `check` passes."""
         return self.least_eigenvalue is not None
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses, by a FedsimError, `value` (n, n) with an eigenvalue below one assumed."""
+        """Refuses, by a FedsimError, `value` (n, n) with an eigenvalue below `least_eigenvalue`."""
         if self.least_eigenvalue is None or not len(value):
             return
         eigenvalues = torch.linalg.eigvalsh(value)

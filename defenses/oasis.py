@@ -30,9 +30,10 @@ class Oasis(BatchDefense):
     )
 
     rotations: Annotated[tuple[Degrees, ...], Field(max_length=16)] = (90.0, 180.0, 270.0)
-    """Angles of the rotated copies in degrees."""
+    """Angles of the rotated copies in degrees, counterclockwise."""
     shears: Annotated[tuple[Slope, ...], Field(max_length=16)] = (0.5,)
-    """Slopes of the sheared copies: columns by which a row is shifted against the next."""
+    """Slopes of the sheared copies: columns by which a row moves left, for each row below the
+    center."""
     flips: bool = False
     """Whether there are two more copies, mirrored from left to right and from top to bottom."""
 

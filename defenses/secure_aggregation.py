@@ -98,7 +98,7 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the weighted mean of clipped updates; with noise, the sum. See `Aggregate`."""
+        """Returns the mean of clipped updates as `Aggregate.combine` or, with noise, their sum."""
         clipped = self._clip_updates(updates)
         if self.noise_multiplier:
             return sum_updates(clipped, "secure_aggregation")

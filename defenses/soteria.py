@@ -20,7 +20,7 @@ _LEAST_FEATURE = 0.1
 
 @final
 class Soteria(TrainingDefense):
-    """Zeroes the columns of the head's first gradient that belong to the features chosen below.
+    """Prunes features: their columns in the gradient of the head's first layer become zero.
 
     Those are the features r with the least |∂r/∂x| / (|r| + 0.1), summed over the batch, where x is
     the image. The authors differentiate each feature; here all derivatives' norms are estimated at
@@ -33,7 +33,7 @@ class Soteria(TrainingDefense):
     )
 
     ratio: Annotated[float, Field(ge=0, lt=1)]
-    """Share of the features whose columns are zeroed."""
+    """Share of the features that are pruned."""
     directions: Annotated[int, Field(ge=1, le=10_000)] = 64
     """Number of random directions; the norms' relative error is about 1 over the root of twice
     that."""

@@ -82,8 +82,8 @@ class SvtPrivacy(UpdateDefense):
     replace: bool = True
     """Whether accepted entries are drawn with replacement, so that fewer are released."""
     epsilon_threshold: Annotated[float, Field(gt=0)] | None = None
-    """Part of `epsilon` for the threshold, below it; by default 1 to (2c)^(2/3), c entries being
-    released."""
+    """Part of `epsilon` for the threshold, below it. By default it is to the rest as 1 to
+    (2c)^(2/3), c entries being released."""
     epsilon_release: Annotated[float, Field(gt=0)] | None = None
     """ε of the noise on all released entries together; default: `noise_var` for each."""
     steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 1
@@ -103,7 +103,10 @@ class SvtPrivacy(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns a noisy `fraction` of entries, else 0; and `state`. FedsimError: too few pass."""
+        """Returns the update with at most `fraction` of its entries, noisy, else 0, and `state`.
+
+        A FedsimError says that too few entries passed the comparisons.
+        """
         if not update:
             return update, state
         # In the order of the names, as NVFlare draws.
@@ -124,7 +127,10 @@ class SvtPrivacy(UpdateDefense):
         }, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns a SparseVectorRelease unless `before` has a mechanism, no shapes, or shape ()."""
+        """Returns a SparseVectorRelease in a guarantee.
+
+        It stays out if `before` has a mechanism, no known shapes, or a tensor of a single number.
+        """
         if before.mechanism or before.shapes is None or not all(before.shapes):
             return before.unproven(
                 "svt_privacy releases a tensor that is a single number without noise"
@@ -148,7 +154,7 @@ class SvtPrivacy(UpdateDefense):
         )
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns a `truncated` Effect with noise and `removed`, or UNKNOWN without shapes."""
+        """Returns a `truncated` Effect with noise and `removed`; UNKNOWN if it needs the shapes."""
         if before.entries is None and self.epsilon_release is not None:
             return UNKNOWN  # the noise hangs on the number of entries that share the total ε
         scale = 2 * self.gamma / self._each(self._count(before.entries or 1))

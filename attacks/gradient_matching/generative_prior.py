@@ -279,7 +279,7 @@ class GenerativePrior(IterativeAttack[_GeneratorSearch]):
         return Grant.least(labels="inferred", public=public)
 
     def brings(self) -> tuple[str, ...]:
-        """Returns `public=` and the name, if a generator is read from a file; else nothing."""
+        """Returns (`public=NAME`,) if a generator is read from a file; else nothing."""
         return () if self.public is None else (f"public={self.public}",)
 
     def init(
@@ -343,7 +343,7 @@ class GenerativePrior(IterativeAttack[_GeneratorSearch]):
         return state
 
     def postprocess(self, state: _GeneratorSearch) -> Reconstruction:
-        """Returns the images of the iteration with the least loss, with the labels in use."""
+        """Returns the images of the iteration with the least loss, and their labels (N,)."""
         return Reconstruction(
             images=state.matching.pixels(state.best),
             labels=state.labels,

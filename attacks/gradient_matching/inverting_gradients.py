@@ -77,13 +77,13 @@ class InvertingGradients(IterativeAttack[_Inversion]):
     """Fall of the step size: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine,
     to 0, after it has risen over the first 50."""
     distance: Literal["cosine", "gaussian", "likelihood"] = "cosine"
-    """Distance of updates. `cosine`: 1 - cosine. `gaussian`: kernels of each tensor (Wang et al.).
-    `likelihood`: negative log likelihood per pixel, of an update with announced noise (Balunović et
-    al.); `total_variation` is then the prior's: 1 over the expected difference of neighbouring
-    pixels, about 4 for photographs."""
+    """Distance of updates. `cosine`: 1 - cosine. `gaussian`: 1 - a Gaussian kernel, averaged over
+    tensors (Wang et al.). `likelihood`: negative log likelihood per pixel, of an update with
+    announced noise (Balunović et al.); `total_variation` is then the prior's: 1 over the expected
+    difference of neighbouring pixels, about 4 for photographs."""
     signs: Literal["hard", "soft"] = "hard"
-    """Function of a slope g that Adam descends. `hard`: its sign. `soft`: tanh(s g) / s, s falling
-    to 0."""
+    """Function of a slope g that Adam descends. `hard`: its sign. `soft`: tanh(s g) / s, where s
+    falls from 1 to 0."""
     pattern: Annotated[int, Field(ge=1)] | None = None
     """Side in pixels of the random patch that each image starts as a tiling of; default: none."""
     total_variation: Annotated[float, Field(ge=0)] = 0.1

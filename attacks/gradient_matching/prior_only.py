@@ -48,8 +48,8 @@ class PriorOnly(IterativeAttack[_Drawn]):
     total_variation: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the total variation; with 0 the answer is what is drawn at first."""
     variation: Literal["absolute", "chromatic", "opponents"] = "absolute"
-    """Variation of all channels alike, with three times the weight in color, or of the channels and
-    their differences."""
+    """`absolute`: variation of all channels alike. `chromatic`: three times the weight in color.
+    `opponents`: of the channels and of their differences."""
     stretched: bool = False
     """Whether each image is finally multiplied by what makes it fill the valid pixels."""
 

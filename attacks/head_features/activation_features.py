@@ -77,7 +77,7 @@ class Peeling(FeatureSolver):
         return _feature(self.shares)
 
     def improve(self) -> None:
-        """Runs a round, one iteration: finds features of single images, taken off all rows."""
+        """Runs a round, which is one iteration, and takes features that it finds off all rows."""
         head = self.head
         weights, bias = head.hidden[head.planted].double(), head.bias[head.planted].double()
         shares, errors = self._single_images(weights, bias)

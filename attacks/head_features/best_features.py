@@ -88,7 +88,7 @@ class BestFeatures(FeatureAttack[_Best]):
     """Number of fits over several local steps, as in unrolled_features."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> _Best:
-        """Peels features, and chooses the solver for the rest; AttackFailed without such a head."""
+        """Peels features, and chooses the solver for the rest; AttackFailed as of `HeadFit`."""
         head = HeadGradient.read(observation)
         peeling = _peel(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss

@@ -196,9 +196,11 @@ class TensorFeatures(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns features (N, d), of length 1 unless `refine`; the loss is what they leave.
+        """Returns features (N, d), of length 1 unless `refine` is set.
 
-        An AttackFailed says that there is no two-layer head, or that it has no planted neurons.
+        The loss is the relative residual of the decomposition or, with `refine`, the share of
+        ∂L/∂A's energy that is left. An AttackFailed says that the head has not two layers with
+        planted neurons.
         """
         head = HeadGradient.read(observation)
         estimates, residual = self._decompose(head, rng)

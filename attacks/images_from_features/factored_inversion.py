@@ -538,7 +538,7 @@ class FactoredInversion(IterativeAttack[_FactoredInversionState]):
         return state
 
     def postprocess(self, state: _FactoredInversionState) -> Reconstruction:
-        """Returns images of least loss, labels and features; certificates if these stayed."""
+        """Returns images of least loss, labels, and features; certified only if not refitted."""
         told, phase = state.recovered, state.phase
         if told is None or phase.features is None or told.features is not phase.features:
             told = Reconstruction(loss=0.0, iterations=0)

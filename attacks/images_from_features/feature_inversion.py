@@ -115,9 +115,10 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
     """Share of the iterations in which a pyramid of pixels is descended. The U-Net then learns to
     draw them, and goes on. The paper's starts from random weights."""
     cosines: Literal["weighted_sum", "sum", "weighted_mean", "whole"] = "weighted_sum"
-    """Comparison of directions: 1 - cosine summed over the update's tensors, each weighted by
-    its number of non-zero parameters, as the paper does, or not weighted; their mean by those
-    weights, of which terms beside it count more; or one cosine over all tensors together."""
+    """Comparison of directions. `weighted_sum`: 1 - cosine summed over the update's tensors, each
+    weighted by its number of non-zero parameters, as the paper does. `sum`: not weighted.
+    `weighted_mean`: their mean by those weights, beside which other terms count more. `whole`: one
+    cosine over all tensors together."""
     features: Literal["squared_cosine", "relative"] = "squared_cosine"
     """Distance of candidates from the recovered features: 1 - cos² (equation 2, sign-free), or the
     relative squared distance (where they have sign and norm)."""
@@ -226,7 +227,7 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
         return state
 
     def postprocess(self, state: _FeatureInversionState) -> Reconstruction:
-        """Returns the images of least loss, with the labels and features known before."""
+        """Returns the images of least loss, their labels, and features if any were recovered."""
         recovered = state.told.recovered
         return Reconstruction(
             images=state.matching.pixels(state.best),

@@ -317,11 +317,11 @@ class SplineInversion(IterativeAttack[_PixelPosterior]):
         return state
 
     def terminate(self, state: _PixelPosterior) -> bool:
-        """Returns whether `iterations` are over, or no pixel changed by 1e-6 in the last sweep."""
+        """Returns whether `iterations` are over, or all pixels changed by less than 1e-6."""
         return state.iteration >= self.iterations or bool(state.largest_change < _SETTLED)
 
     def postprocess(self, state: _PixelPosterior) -> Reconstruction:
-        """Returns mean images, and the labels whose error signals are most like theirs."""
+        """Returns posterior mean images, and labels whose error signals are most like theirs."""
         images = state.mean.view(-1, *state.spec.input_shape)
         signals = state.gradient.error_signals(normalize(images, state.spec))
         alike = F.cosine_similarity(signals, state.errors[:, None], dim=2)

@@ -79,14 +79,14 @@ class CocktailParty(IterativeAttack[_Unmixing]):
     independence: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the penalty that keeps two components from being the same."""
     temperature: Annotated[float, Field(gt=0)] = 5.0
-    """T in exp(T |cosine of two rows|), which that weight multiplies."""
+    """T in exp(T |cosine of two rows|), the penalty of `independence`."""
     image_iterations: Annotated[int, Field(ge=0)] = 0
     """Steps of Adam by which pixels then descend to the unmixed features, in 1 - cos² and
     variation. Each costs a pass through the body. With 0, features are the answer."""
     total_variation: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the mean absolute difference of neighbouring pixels, of images."""
     sign: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the mean negative entry, of inputs that ReLU has left."""
+    """Weight of the mean negative entry of inputs behind ReLU."""
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator

@@ -51,7 +51,7 @@ class ExtremeRays(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns features (N, d), and labels and images if inputs tell them; means for the rest.
+        """Returns features (N, d), their mean where not found, labels and images if inputs tell.
 
         An AttackFailed says that no layer is eligible, or that no input stands out.
         """

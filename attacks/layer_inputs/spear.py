@@ -191,9 +191,9 @@ class Spear(IterativeAttack[_SpearState]):
     """`sampled`: as the paper does. `descent`: 64 sets of neurons are drawn instead, and also
     descended from. That is not the paper's, and its cost does not double with each image."""
     sparsity: Annotated[float, Field(gt=0, lt=1)] = 0.25
-    """Share of a combination's entries that have to be 0. The paper chooses its own by the share of
-    images that it may reject in an untrained network (1 in 100,000; not checked in its text). In a
-    trained one images activate more."""
+    """Share of an error signal's entries that have to be 0. The paper chooses its own by the share
+    of images that it may reject in an untrained network (1 in 100,000; not checked in its text). In
+    a trained one images activate more."""
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
@@ -229,7 +229,7 @@ class Spear(IterativeAttack[_SpearState]):
         return state.score >= _COMPLETE or super().terminate(state)
 
     def postprocess(self, state: _SpearState) -> Reconstruction:
-        """Returns features (N, d), and labels and images if inputs tell them; means for the rest.
+        """Returns features (N, d), their mean where not found, labels and images if inputs tell.
 
         An AttackFailed says that too few sparse combinations were found.
         """

@@ -46,7 +46,7 @@ class LossTrajectory(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns scores, larger for members, as `membership` (N,); AttackFailed without any."""
+        """Returns scores as `membership` (N,), high for members; AttackFailed of no candidates."""
         candidates = require_candidates(knowledge)
         asked = candidates.inputs, candidates.labels
         seen = candidates.of_victim(observation)
@@ -93,7 +93,7 @@ class GradientSimilarity(DirectAttack):
 
 @final
 class FedMIA(DirectAttack):
-    """Scores candidates by how far the attacked client stands out from all others, the null."""
+    """Scores candidates by how far the attacked client stands out from all others."""
 
     takes_rows: ClassVar[bool] = True
     asked_of_candidates: ClassVar[bool] = True
@@ -106,9 +106,9 @@ class FedMIA(DirectAttack):
     the candidate's gradient and each client's update, estimated by a random sketch for
     updates of more than 262,144 entries."""
     statistic: Literal["probability", "log_probability", "z"] = "probability"
-    """Average over rounds: the normal probability of a lower measurement under the null, its
-    logarithm, or the number of standard deviations (`z`), with half of each candidate's variance
-    taken from all candidates."""
+    """Average over rounds, of a normal distribution of the other clients: `probability` of a lower
+    measurement, its logarithm, or the number of standard deviations (`z`), with half of each
+    candidate's variance taken from all candidates."""
 
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator

@@ -31,7 +31,10 @@ _PRIORS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25)
 
 @final
 class PropertyInference(DirectAttack):
-    """Estimates shares of classes in an update's batches, or of classes or columns in all data."""
+    """Estimates shares of classes among an update's examples, by regression over shadow clients.
+
+    It can also estimate them, or a table's columns, in all data of each client that took part.
+    """
 
     takes_rows: ClassVar[bool] = True
     needs: ClassVar[Grant] = Grant.least(public="test")

@@ -61,8 +61,8 @@ class ShadowLikelihood(DirectAttack):
     ) -> Reconstruction:
         """Returns the sum over rounds of log-likelihood ratios, as `membership` (N,).
 
-        An AttackFailed says that candidates or shadows' examples lack, or batches are drawn
-        otherwise.
+        An AttackFailed says that there are no candidates, that shadows lack examples, or that the
+        client draws batches otherwise than without replacement.
         """
         candidates = require_candidates(knowledge)
         pool = _ShadowPool(candidates, knowledge, self.held)

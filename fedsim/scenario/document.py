@@ -48,7 +48,8 @@ class ScenarioError(FedsimError):
     """Says that a scenario cannot be run, and why.
 
     The message has up to 50 problems, a line each, and the number of the others. Attribute
-    `problems` is a tuple of all without repeats, by line; those without a line come first.
+    `problems` is a tuple of all, at least one, by line and without repeats; those without a line
+    come first.
     """
 
     def __init__(self, problems: Iterable[ScenarioProblem]) -> None:
@@ -71,7 +72,7 @@ class ScenarioError(FedsimError):
 
 
 def show_path(path: KeyPath) -> str:
-    """Writes a key path as users do.
+    """Writes a key path as users do; an empty one is an empty text.
 
     >>> show_path(("defenses", "dp", 1, "std"))
     'defenses.dp[1].std'

@@ -37,7 +37,7 @@ def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
 
 
 def resolve_plugin(group: str, written: Document) -> PluginRef:
-    """Returns the plugin that `written`, a name or a mapping with `name`, names in `group`.
+    """Returns the plugin of `group` that `written` holds: its name, or a mapping with `name`.
 
     All of its parameters are filled in. A ScenarioError says what is wrong with it.
     """
@@ -83,7 +83,7 @@ class Slot:
 
     path: KeyPath
     group: str
-    """Such as `fedsim.attacks`."""
+    """Group of the plugin, such as `fedsim.attacks`."""
     value: Any
     """A name, or a mapping with `name` and parameters, as it is written."""
 
