@@ -31,7 +31,7 @@ class NoiseNotes:
     """Notes of how one owner used the noise of its releases, in a file that outlives a kill."""
 
     def __init__(self, path: Path, who: str) -> None:
-        """Reads and writes the notes of `who`, as errors call the owner, in the file at `path`."""
+        """Keeps notes in the file at `path`, which need not exist; errors call the owner `who`."""
         self._path, self._who = path, who
 
     @classmethod

@@ -175,13 +175,13 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> l
     """Writes a folder of keys for each party, and returns the folders.
 
     The parties are a SuperLink, its gate, the nodes and a runner, in this order. If a host is
-    invalid, a file exists, or others may write into a folder, a `FedsimError` says so, and nothing
+    invalid, a file exists, or others may write into a folder, a `FedsimError` says so, and no file
     is written.
 
     Args:
         folder: Where the folders are made; they may exist, as mounted volumes do.
         nodes: Number of nodes.
-        hosts: Names and IP addresses at which the SuperLink and the gate are reached.
+        hosts: Names and IP addresses at which the SuperLink and the gate are reached, at least one.
         days: Time in days after which certificates end.
     """
     if not hosts:

@@ -50,13 +50,14 @@ class NodeApp:
         shared_seed: bool,
         identity: Identity | None = None,
     ) -> None:
-        """Prepares an app that loads nothing before its first message.
+        """Prepares an app that loads no data before its first message.
 
         Args:
             client: Number of the client that the node is, from 0.
             data: File or folder in place of the scenario's source; or `scenario`, for the client's
                 share of that source.
-            home: The node's own folder, see the module `home`.
+            home: The node's own folder, see the module `home`; a damaged count in it is a
+                FedsimError.
             policy: Rules of what a server may ask.
             shared_seed: Whether it draws from the scenario's seed, and not from its own secret.
             identity: Signing key for secure sums, and its peers' keys; None takes part in none.

@@ -85,7 +85,7 @@ class Child:
         return self.words()[-_TAIL:].strip() or "nothing"
 
     def bound_log(self) -> None:
-        """Empties the file of the program's output, but for its first lines, if it is full.
+        """Empties the file of the program's output, but for its first lines, if it exceeds 8 MiB.
 
         The full one is copied to a file beside it, whose name ends in .1. Lines that the program
         writes meanwhile are lost.

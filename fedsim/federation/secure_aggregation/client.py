@@ -70,7 +70,7 @@ class SumClient:
 
         Args:
             terms: Terms of the sum.
-            number: Number of this client, one of the participants.
+            number: Number of this client; an AbortedError if it is none of the participants.
             identity: Its signing key, and its peers' public keys.
             memory: What it has kept of earlier stages; None begins anew.
             keep: Saves the memory when a stage begins and when it ends; by default nothing does.
@@ -139,8 +139,8 @@ class SumClient:
 
         `boxes` are those of neighbours that have shared their secrets, by neighbour. `compute`
         returns the vector to add up, and masks are added to it in place. `model` is a digest of all
-        that the vector is computed from, the same for all clients. Too few boxes, damaged ones and
-        a call out of turn are an `AbortedError`.
+        that the vector is computed from, the same bytes for all clients. Too few boxes, damaged
+        ones and a call out of turn are an `AbortedError`.
         """
         with self._stage("masked"):
             directory = self._directory()
