@@ -108,7 +108,7 @@ def describe_near_copies(server: Server) -> list[str]:
 
 
 def describe_claim(server: Server, claim: PrivacyClaim) -> str:
-    """Returns one line on a stack's ε, the reason of an ∞, and the noise found for an asked ε."""
+    """Returns one line on a stack's ε, the reason of an ∞, and noise found for a requested ε."""
     found = [
         f"noise_multiplier {multiplier:g} for epsilon {target.epsilon:g}, "
         for target, multiplier in spending.found_noises(server.stack)
@@ -177,7 +177,7 @@ def locate_errors(document: Document | Mapping[str, Any] | Scenario) -> Iterator
 
 
 def place_of(index: int, variants: Sequence[Variant]) -> str:
-    """Returns `2/4 `, a prefix of stages, for `index` 1 of four variants; empty without a sweep."""
+    """Returns the prefix of a stage's name: `2/4 ` for index 1 of four; empty without a sweep."""
     return f"{index + 1}/{len(variants)} " if variants[index].label else ""
 
 

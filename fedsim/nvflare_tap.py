@@ -113,7 +113,7 @@ class _JobTape:
 
 
 class ServerTap(FLComponent):  # type: ignore[misc]
-    """Records the models that clients are sent, after the server's filters, and answers, before."""
+    """Records on the server each model sent, after its filters, and each answer, before them."""
 
     def __init__(self, out: str, max_gib: float = 8.0) -> None:
         """Makes a component for the server of a job, which records in `out/run-<run_id>`.
@@ -126,7 +126,7 @@ class ServerTap(FLComponent):  # type: ignore[misc]
         self._tape = _JobTape(self.out, "server", max_gib)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Records a model once it is filtered, and an answer before; failures are only logged."""
+        """Records models after, answers before the server's filters; failures are only logged."""
         if event_type == EventType.AFTER_TASK_DATA_FILTER:
             task = fl_ctx.get_prop(FLContextKey.TASK_DATA)
             _guard(lambda: self._tape.note_order(task, fl_ctx, _peer(fl_ctx)))

@@ -149,7 +149,7 @@ class LocalTraining:
         return replace(self, batch_size=batch_size, sampling="without_replacement")
 
     def bins(self, num_examples: int) -> int:
-        """Returns the number of bins, at least 1, for `num_examples` at a mean of `batch_size`."""
+        """Returns the number of bins that `balls_in_bins` deals `num_examples` into, at least 1."""
         # Halves are rounded up; `round` would take them to the even neighbour.
         return max(1, math.floor(num_examples / self.batch_size + 0.5))
 
@@ -581,7 +581,7 @@ class Truth:
         return kind(**own, more=more)
 
     def victims(self) -> Tensor:
-        """Returns the attacked examples along the first axis, as a subclass implements it."""
+        """Returns the attacked examples along the first axis; here always a NotImplementedError."""
         raise NotImplementedError
 
 

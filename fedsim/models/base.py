@@ -71,7 +71,7 @@ def require_size(model: str, input_shape: tuple[int, ...], minimum: int) -> None
 
 
 class HeadConfig(BaseModel):
-    """Describes a two-layer head f(x) = A σ(W x + b) of features x, see `TwoLayerHead`."""
+    """Describes a two-layer head f(x) = A σ(W x + b), see `TwoLayerHead`; `planted` <= `width`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -110,7 +110,7 @@ class HeadDropout(nn.Module):
         self.rate = 0.0
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Zeroes entries at probability `rate`, divides others by 1 - rate; not in eval mode."""
+        """Zeroes entries with probability `rate`, divides others by 1 - rate; none in eval mode."""
         return F.dropout(hidden, self.rate, training=self.training) if self.rate else hidden
 
 
@@ -202,7 +202,7 @@ def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> 
 def size_of(spec: ModelSpec, defenses: Sequence[ModelDefense] = ()) -> size.Size | None:
     """Counts the memory of the model that `build` would make; None if it cannot be counted.
 
-    Errors are those of `build`.
+    Errors are those of `build`, but for want of memory.
     """
     return _count_size(_load_plugin(spec), spec, defenses)
 

@@ -51,7 +51,7 @@ class ConvNet(ModelPlugin):
     activation: Activation = "relu"
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds it for (C, H, W), 4 width ⌊H/9⌋⌊W/9⌋ features; a FedsimError if below 9x9."""
+        """Builds the network of (C, H, W): 4 width ⌊H/9⌋⌊W/9⌋ features; FedsimError below 9x9."""
         blocks = _BLOCKS[self.depth]
         require_size("convnet", input_shape, _POOL ** len(blocks))
         layers: list[nn.Module] = []

@@ -52,7 +52,7 @@ class KAN(ModelPlugin):
         return self
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds it with hidden x (intervals + degree) features, for (C, H, W) of any size."""
+        """Builds the network, with hidden x (intervals + degree) features, for any (C, H, W)."""
         size = math.prod(input_shape)
         functions = basis_size(self.degree, self.intervals)
         first = nn.Linear(size * functions, self.hidden, bias=False)
@@ -103,7 +103,7 @@ class _FixedReadout(nn.Module):
 
 
 def basis_size(degree: int, intervals: int) -> int:
-    """Returns the number of B-splines of `degree` over `intervals` pieces: their sum."""
+    """Returns the number of B-splines of `degree` over `intervals` pieces: degree + intervals."""
     return intervals + degree
 
 

@@ -32,7 +32,7 @@ class LeNet(ModelPlugin):
     initialization. A two-layer head always keeps its own."""
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds it for (C, H, W), 12 ⌈H/4⌉⌈W/4⌉ features; a FedsimError if below 8x8."""
+        """Builds the network of (C, H, W): 12 ⌈H/4⌉⌈W/4⌉ features; FedsimError below 8x8."""
         require_size("lenet", input_shape, 8)
         layers: list[nn.Module] = []
         channels = input_shape[0]

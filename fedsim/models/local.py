@@ -154,7 +154,7 @@ def gradient(
 
     Args:
         loss: Function of (parameters, images, labels), such as `loss_function` returns.
-        parameters: Weights at which the gradient is taken.
+        parameters: Weights at which it is taken; one that the loss does not use is a RuntimeError.
         images: (B, C, H, W), normalized.
         labels: (B,) int64, or (B, K) probabilities.
         create_graph: Whether the gradient is differentiable in the images.
@@ -291,9 +291,9 @@ def mean_gradient_factor(training: LocalTraining) -> float:
 def update_noise(observation: Observation) -> float | None:
     """Returns the variance of the announced noise in an entry of the update, in its squared units.
 
-    It is 0 without noise, and that of the mean where the update is one. It is None, unknown, of
-    noise on a sum, and of an undeclared effect. So it is of noise of steps whose optimizer does
-    more than sum gradients, and of correlated noise in a mean of several releases.
+    It is 0 without noise; of an update that is a mean, it is the mean's. It is None, unknown, for
+    noise on a sum and for an undeclared effect. So it is for noise of steps whose optimizer does
+    more than sum gradients, and for correlated noise in a mean of several releases.
     """
     training = observation.training
     variance = 0.0

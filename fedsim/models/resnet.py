@@ -34,7 +34,7 @@ class ResNet18(ModelPlugin):
     """Channels of the first stage, doubled in each of the other three."""
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds it for (C, H, W); a FedsimError if below 5x5 (`small`) or 17x17 (`imagenet`)."""
+        """Builds the network; a FedsimError below 5x5 (`small`) or 17x17 pixels (`imagenet`)."""
         require_size(f"resnet18 with the {self.stem} stem", input_shape, _MIN_SIDE[self.stem])
         body = self._body(input_shape[0])
         # torchvision's initialization; its norm layers start at weight 1 and bias 0 by default.

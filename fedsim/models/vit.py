@@ -54,7 +54,7 @@ class ViT(ModelPlugin):
         return self
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds it for (C, H, W); a FedsimError if patches do not divide both sides."""
+        """Builds the network with `width` features; a FedsimError if patches do not fill images."""
         require_size(f"vit with patches of {self.patch}", input_shape, self.patch)
         _, height, width = input_shape
         if height % self.patch or width % self.patch:

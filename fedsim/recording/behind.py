@@ -75,7 +75,7 @@ def later(job: Callable[[], None], size: int = 0) -> None:
 
 
 def finish(stalled: float | None = None) -> None:
-    """Waits until all jobs are done, or none has ended for `stalled` seconds (None: no limit)."""
+    """Waits until `later`'s jobs are done, or none ended for `stalled` seconds (None: no limit)."""
     _behind.finish(stalled)
 
 

@@ -91,7 +91,7 @@ class Exchange(BaseModel):
         return _read_verified(self.path.parent / _broadcast_name(self.broadcast), self.broadcast)
 
     def read_reply(self) -> Tensors:
-        """Returns the tensors answered, alike; a lost or altered file is a FedsimError."""
+        """Returns the tensors answered, named alike; a lost or altered file is a FedsimError."""
         return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
     def number(self, key: str) -> float | None:
@@ -150,7 +150,7 @@ class Recorder:
             self._parts = {kind: parts for kind, parts in found.items() if parts is not None}
 
     def wants(self, round: int, node_id: int) -> bool:
-        """Returns whether to record a node's exchange; if so, it counts as one of the `clients`."""
+        """Returns whether to record a node's exchange; if so, the node is one of the `clients`."""
         # Asked first, so that nodes of other rounds take none of the places.
         if self._rounds is not None and round not in self._rounds:
             return False

@@ -280,7 +280,7 @@ def root_of(recording: Path) -> Path | None:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Writes a safetensors file, whole or not at all, for its owner; returns its SHA-256 in hex."""
+    """Writes a safetensors file whole or not at all, for its owner alone; returns its SHA-256."""
     content = serialize(tensors)
     write_bytes(path, content, private=True)
     return hashlib.sha256(content).hexdigest()
@@ -415,7 +415,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -
 
 
 def checked_id(id: str) -> str:
-    """Returns `id`, which is then safe as a path; a FedsimError refuses all but ids."""
+    """Returns an observation's `id`, safe as a path; a FedsimError refuses any other text."""
     if not _ID.fullmatch(id) or ".." in id:
         raise FedsimError(f"{id!r} is not the id of an observation")
     return id

@@ -94,7 +94,7 @@ def owner(root: Path) -> int | None:
 def copy(source: Path, target: Path) -> int:
     """Copies all truth below `source` to below `target`; returns the number of files.
 
-    A FedsimError refuses links, and truth that `target` has otherwise; nothing is copied then.
+    A FedsimError refuses links, and truth that differs from `target`'s; nothing is copied then.
     """
     found = [paths.refuse_links(path, source) for path in _files(source)]
     for path in found:
@@ -246,5 +246,5 @@ def _is_truth(part: Mapping[str, Tensor]) -> bool:
 
 
 def count(root: Path, id: str) -> int:
-    """Returns how many clients have written truth of the observation `id`."""
+    """Returns how many clients have written truth of the observation `id` in the run in `root`."""
     return len(list(_folder(root, id).glob("client-*.safetensors")))

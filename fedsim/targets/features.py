@@ -183,7 +183,7 @@ class Features(Target):
     )
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Raises a ScoringError unless `answer` is finite, (M, d), with the d of a known truth."""
+        """Raises a ScoringError unless `answer` is finite (M, d), d being that of a known truth."""
         _check_features(answer, "reconstruction")
         true = self.truth_of(truth)
         if true is None:
@@ -192,7 +192,10 @@ class Features(Target):
         self.check_each(answer, true)
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Scores features, matched by direction (0 for none); unavailable where not recorded."""
+        """Scores a checked answer (M, d), matched by direction; for spans all its vectors count.
+
+        An unmatched truth counts as answered by 0. Without recorded ones metrics are unavailable.
+        """
         true = self.truth_of(truth)
         if true is None:
             return TargetScores(values=self.unavailable("the true features were not recorded"))
@@ -242,7 +245,7 @@ class Features(Target):
         return {"feature_cosine": found}
 
     def guessed_from(self, public: Tensor, truth: Tensor) -> dict[str, float]:
-        """Returns metric -> mean of guessing `truth` (N, d) from the public features (P, d)."""
+        """Returns metric -> mean score of guessing features `truth` (N, d) from `public` (P, d)."""
         truth = truth.detach().cpu()
         units = F.normalize(public.double(), dim=1)
         # The first right singular vectors leave least outside their span (Eckart and Young).

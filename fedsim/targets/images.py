@@ -184,7 +184,7 @@ class Images(Target):
         return ImageAid(guesser=guesser, fill=guesser.mean, lpips=lpips)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Raises a ScoringError unless `answer` is (M, C, H, W) floats in [0, 1], as the truth."""
+        """Raises a ScoringError unless `answer` is (M, C, H, W) in [0, 1], shaped as the truth."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("images were answered, and the batch is of rows of a table")
@@ -268,7 +268,7 @@ def aid_of(aids: Aids) -> ImageAid:
 
 
 def count_answers(request: GuessRequest, target: Target, batch: int) -> int:
-    """Returns how many parts the attack answered to `target`, but at least `batch`, the truths."""
+    """Returns how many examples the attack answered to `target`, but at least `batch`."""
     answer = target.answer_of(request.found) if request.found else None
     return max(batch, 0 if answer is None else len(answer))
 

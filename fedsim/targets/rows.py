@@ -152,7 +152,7 @@ class Rows(Target):
         return TargetScores(values=values)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the score of guessing a row as the others' mean, or 0; None without a release."""
+        """Returns the score of guessing a row as the mean of the others; None without a release."""
         members = self.truth_of(request.truth)
         if members is None:
             return None
@@ -166,7 +166,7 @@ class Rows(Target):
     def tensors_to_save(
         self, found: Reconstruction, truth: Truth, assignments: Mapping[str, list[int]], aids: Aids
     ) -> dict[str, Tensor]:
-        """Returns `rows` and `truth_rows`, with `members`, `scored` and `classes` of the truth."""
+        """Returns answered `rows`, `truth_rows`, and the truth's `members`, `scored`, `classes`."""
         tensors = truth.tensors()
         kept: dict[str, Tensor] = {
             name: tensors[name] for name in ("members", "scored", "classes") if name in tensors
@@ -271,7 +271,7 @@ class Records(Target):
             raise ScoringError("records: entries are beyond [0, 1], or not finite")
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Scores records, matched by squared error; others are left out and counted, `missing`."""
+        """Scores records matched by squared error; unmatched true ones only count as `missing`."""
         true, columns = self.truth_of(truth), truth.tensors()["columns"]
         assert true is not None
         answer, true = answer.detach().cpu(), true.detach().cpu()

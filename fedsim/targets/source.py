@@ -184,7 +184,7 @@ class Source(Target):
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns the accuracy that records' classes alone give, at least 1 / K, and advantage 0.
 
-        Without recorded records these are None, too. None alone says that nothing was answered.
+        Without recorded records both are None. The result is None if the attack named no client.
         """
         answer = None if request.found is None else self.answer_of(request.found)
         if answer is None:
