@@ -34,7 +34,7 @@ class Contributions:
         """Returns a random update on the CPU, of twice the L2 norm that the stack allows.
 
         The stack has to bound the norm of a client's update. `path`, such as a client's number,
-        selects the direction, always the same.
+        gives the direction: the same path, the same one.
         """
         proven = self._workload.stack.guarantees(self._workload.declared)
         # The last stage without a mechanism has the bound that noise is then added to.

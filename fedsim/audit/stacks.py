@@ -28,9 +28,9 @@ _AUDITED: tuple[tuple[Unit, Relation], ...] = (
 def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> None:
     """Refuses, by a FedsimError, an audit that could show nothing of some stack's claim.
 
-    `claims` has each stack's by its name, and `clients` is the number of clients. One claim at
-    least has to be finite, there have to be canaries for all that are, and one run has at most
-    10,000 canaries, and 20 clients or more for a claim on clients.
+    `claims` has each stack's by its name, and `clients` is the number of clients. At least one
+    claim has to be finite, and a canary has to exist for each that is. In one run, there may be
+    10,000 canaries, and claims on clients need 20 clients.
     """
     proven = {name: claim for name, claim in claims.items() if claim.unit is not None}
     if not proven:

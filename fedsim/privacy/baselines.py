@@ -54,7 +54,7 @@ def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> fl
 
 
 def mutual_information_leverage(delta: float, r: float) -> float:
-    """Computes the largest leverage at which a row's mutual information is at most δ² / 2.
+    """Computes the largest leverage of a row at which a release tells at most δ² / 2 nats of it.
 
     At that leverage or below, the noisy projection D'G + σ N onto `r` columns is (ε, δ)-private for
     every ε >= 0 (after Showkatbakhsh, Karakus and Diggavi, ISIT 2018). The leverage of a row v of D
@@ -119,11 +119,11 @@ _SHARE = 0.5
 def kan_noise(
     epsilon: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """Computes the noise multiplier that Theorem F.12 of the KAN paper (2026) asks for.
+    """Computes the deviation of z_t, in clipping norms, by Theorem F.12 of the KAN paper.
 
     That is sqrt((1 + η) T q) sqrt(2 ln(1.25 / ((1 - α) δ))) / ((1 - λ) ε), with α = 1/2 and η =
     sqrt(3 ln(1 / (α δ)) / (T q)), or what the exact Gaussian mechanism takes if that is more.
-    Neighbours exchange an example's contribution for zero.
+    Neighbours exchange an example's contribution for zero. Paper: `kan_independent_epsilon`.
 
     Args:
         epsilon: above 0.
@@ -149,7 +149,7 @@ def kan_epsilon(
     """Computes the least ε for which `kan_noise` is at most `noise`; a FedsimError if η > 1 there.
 
     Args:
-        noise: above 0, standard deviation of z_t over the clipping norm.
+        noise: above 0, standard deviation of z_t over the clipping norm; z_t, η, T: `kan_noise`.
         delta: in (0, 1).
         steps: T.
         sampling_rate: q, the probability of an example to be in a step's batch.
@@ -181,5 +181,5 @@ def _reach(delta: float, *, steps: int, sampling_rate: float, correlation: float
 
 
 def kan_least_delta(steps: int, sampling_rate: float) -> float:
-    """Returns 2 exp(-`steps` `sampling_rate` / 3), the least δ of `kan_noise`; it may exceed 1."""
+    """Returns 2 exp(-T q / 3), the least δ to which `kan_noise` applies; above 1 if to none."""
     return math.exp(-steps * sampling_rate / 3) / _SHARE

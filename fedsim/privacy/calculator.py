@@ -123,7 +123,7 @@ def _with_unit(made: Stated, answer: Answer) -> Answer:
 
 
 def require_finite(found: _Found) -> _Found:
-    """Returns the dataclass `found`; a NaN in a field, or an infinite δ or noise: FedsimError."""
+    """Returns the dataclass `found`; a FedsimError refuses NaN, and an infinite δ or noise."""
     for name, value in asdict(found).items():
         each = tuple(value.values()) if isinstance(value, dict) else value
         each = each if isinstance(each, tuple) else (each,)
@@ -236,7 +236,7 @@ def listing() -> list[dict[str, Any]]:
 
 
 def render(rows: list[dict[str, Any]], width: int = 80) -> str:
-    """Formats the rows of `listing` for a terminal of `width` characters."""
+    """Returns the rows of `listing` as text for a terminal of `width` characters."""
     from fedsim.contracts.listing import key_table, wrap_text
 
     lines: list[str] = []

@@ -121,7 +121,7 @@ class Sensitivity(Keys):
 
 
 class ExactCurve(Curve):
-    """A curve that is computed in each direction; the larger is stated."""
+    """Base of curves that are computed in each direction; answers state the larger."""
 
     formula: ClassVar[str] = ""
     """`method` of the answers: the way δ and ε are computed, with its source."""

@@ -52,17 +52,17 @@ def certain_rate(accused: int, others: int, error: float = 0.025) -> float:
 def share_p_value(
     told: int, members: int, accused: int, others: int, epsilon: float, delta: float
 ) -> float:
-    """Returns the p-value of an (ε, δ) under which `told` of so many `members` are told.
+    """Returns the p-value of a claim (ε, δ), given that a test finds `told` of `members`.
 
-    Candidates are told by a threshold, the `accused`-th highest score of `others` that took no
-    part. The result is 1 where nothing is refuted. Errors are those of `certain_rate` and
+    The test takes whoever scores above a threshold, the `accused`-th highest score of `others` that
+    took no part. The result is 1 where nothing is refuted. Errors are those of `certain_rate` and
     `tpr_limit`.
 
     Args:
-        told: members whose score is above the threshold.
-        members: candidates that took part.
-        accused: the threshold's place among the others.
-        others: candidates that took no part.
+        told: number of members whose score is above the threshold.
+        members: number of candidates that took part.
+        accused: the threshold's place among the others, from 1.
+        others: number of candidates that took no part.
         epsilon: at least 0.
         delta: in [0, 1].
 
@@ -119,10 +119,10 @@ _LEAST_LEVEL = 1e-12
 def row_claim(
     unit: str | None, relation: str | None, epsilon: float, delta: float, *, sampled: bool
 ) -> tuple[float, float] | None:
-    """Returns the (ε, δ) between an update's worlds with and without one example; None if unknown.
+    """Returns the (ε, δ) that a claim implies for one example's presence; None if it implies none.
 
-    The client takes part in both worlds. Of an ε above 350 group privacy gives (inf, 0), which
-    limits nothing.
+    The example's client takes part in either case. An ε above 350 may become (inf, 0), which limits
+    nothing.
 
     Args:
         unit: what the claim hides, a `client` or an `example`; None if nothing is proven.

@@ -80,14 +80,13 @@ def gaussian_information(energy: float, std: float) -> float:
 
 
 def chance_within(error: float, information: float, dimension: int) -> float:
-    """Bounds the probability with which any attack finds a direction to within `error`.
+    """Bounds the probability with which any attack finds a direction to within a sine of `error`.
 
     Fano's inequality for continuous parameters gives (I + ln 2) / ln(1 / V), where V is the share
-    of the sphere within `error`, the sine of an angle, of a line (Duchi and Wainwright,
-    Distance-based and Continuum Fano Inequalities, arXiv 1311.2669, Proposition 2). I is the
-    `information` in nats that was released of the direction, which is uniform on the sphere of
-    `dimension` >= 2. It does not hold of an attacker with prior knowledge, such as that features
-    are alike.
+    of the sphere so close to a line (Duchi and Wainwright, Distance-based and Continuum Fano
+    Inequalities, arXiv 1311.2669, Proposition 2). I is the `information` in nats that was released
+    of the direction, which is uniform on the sphere in `dimension` >= 2 dimensions. It does not
+    hold of an attacker with prior knowledge, such as that features are alike.
 
     >>> round(chance_within(0.5, information=5.6, dimension=512), 3)
     0.018
@@ -270,10 +269,10 @@ def mean_limit(
 
 
 def direction_chances(sines: Sequence[float], dimension: int, answers: int = 1) -> list[float]:
-    """Computes for each of `sines` the probability that the span of guesses is so close.
+    """Computes for each of `sines` the probability that guesses are as close to a direction.
 
-    That is the sine of the angle between the span of `answers` guesses and a direction, which is
-    uniform in `dimension` d. It is 1 from d guesses on.
+    The sine is of the angle between the direction, uniform in `dimension` d, and the span of
+    `answers` guesses. From d guesses on the probability is 1.
     """
     from scipy.special import betainc
 
@@ -393,7 +392,7 @@ class DefenseBounds:
     """Why the theorem does not apply, or says nothing; None if it applies."""
     lower: float | None = None
     """Least mean sine of the angle between a feature of uniform direction and the span of any
-    attack's answers, one for each image: the span error of tables."""
+    attack's answers, one for each image."""
     identified: float | None = None
     """Chance of any attack, at most, to have a given image of the batch among its answers: as many
     candidates as the batch has images. To have any of them is likelier."""
@@ -402,7 +401,7 @@ class DefenseBounds:
 
 
 def list_keys(as_json: bool = False) -> str:
-    """Returns the keys of `recovery` with type, default, range and description, as text or JSON."""
+    """Returns the keys of `recovery`, with type, default, range and meaning, as text or as JSON."""
     keys = [asdict(parameter) for parameter in parameters(_RecoverySetting)]
     return json.dumps(keys, indent=2) if as_json else "\n".join(key_table(keys, 80))
 

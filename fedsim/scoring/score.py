@@ -132,7 +132,7 @@ def score_guess(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, Any]:
 def measure_chances(request: GuessRequest, aids: Aids = NO_AIDS) -> dict[str, GuessChances]:
     """Returns metric -> bounds on the chance that a guess without the update reaches each level.
 
-    Targets that state none are missing. It is empty unless the observed effect has noise.
+    Targets that state none are missing. It is empty unless the observation declares noise.
     """
     seen = request.observation
     if seen is None or not seen.effect.noise:
@@ -206,7 +206,7 @@ class Certificate:
     certified: int | None
     """Number of images that the attack certifies to be right; None without certificates."""
     false: int | None
-    """Number of certified images that are wrong: `false_certificates`; None without the truth."""
+    """Number of certified images that are wrong (`false_certificates`); None if not compared."""
     per_image: dict[str, list[bool]]
     """`determined` and `certified`, where the attack states them -> whether it says so of each true
     image; False where one has no answer. Without a match, in the order of the answer."""

@@ -43,7 +43,7 @@ class Summary:
         return self.mean if self.low is None else self.low
 
     def best_of(self, compared: int) -> Summary:
-        """Returns it for a sample chosen among `compared` >= 1, with Bonferroni's interval."""
+        """Returns the summary of a sample chosen among `compared` >= 1: Bonferroni's interval."""
         if self.low is None or self.std is None:
             return replace(self, compared=compared)
         half = _half_width(self.std, self.n, 1 - (1 - self.confidence) / compared)
@@ -62,7 +62,7 @@ class Share:
     confidence: float
 
     def best_of(self, compared: int) -> Share:
-        """Returns it as one chosen among `compared` >= 1 shares, with Bonferroni's interval."""
+        """Returns the share as one chosen among `compared` >= 1: with Bonferroni's interval."""
         wide = share(self.count, self.n, confidence=1 - (1 - self.confidence) / compared)
         # Wider, but what holds for all shares together is still `confidence`.
         return replace(wide, confidence=self.confidence)
@@ -157,7 +157,7 @@ def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary |
 
 
 def rank_area(inside: ArrayLike, outside: ArrayLike) -> float:
-    """Returns the share of pairs, one of each (1-d, not empty), with `inside` above; ties: half."""
+    """Returns the AUC: the share of pairs with `inside` above `outside`, ties as half; 1-d each."""
     members, others = np.asarray(inside, np.float64), np.sort(np.asarray(outside, np.float64))
     # Mann and Whitney's statistic: how many of the others lie below each, and how many tie.
     below, upto = (np.searchsorted(others, members, side=side) for side in ("left", "right"))

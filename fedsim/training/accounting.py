@@ -40,7 +40,7 @@ def spent(
 
 
 def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
-    """Returns the claim on the releases in `seen` alone, for the worst-off client in it.
+    """Returns the claim on the releases in `seen` alone, for its client with the largest ε.
 
     It fails as `fedsim.privacy.ledger.claim`.
     """

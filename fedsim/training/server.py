@@ -121,7 +121,7 @@ class Server:
 
     @cached_property
     def training(self) -> LocalTraining:
-        """Local training as clients do it, after these, at the first round's learning rate."""
+        """Local training as clients do it, under the stack; `lr` is that of the first round."""
         return self.stack.training(self.declared)
 
     @cached_property
@@ -162,7 +162,7 @@ class Server:
     def sum_terms(self, probe: Probe | None) -> SumTerms:
         """Returns the terms of a secure sum of answers to `probe`, or (None) of training updates.
 
-        It needs a `protocol`. A FedsimError says that nothing bounds what a client adds.
+        The stack must have a `protocol`. A FedsimError says that nothing bounds an answer.
         """
         assert self.protocol is not None
         declared = self.declared_for(probe)

@@ -44,7 +44,7 @@ def load_source(chosen: PluginRef) -> Dataset | Table:
 
 
 def build_source(chosen: PluginRef) -> DataSource:
-    """Builds the source `chosen`: FedsimError if not installed, ValidationError of parameters."""
+    """Builds the source `chosen`; FedsimError: not installed, ValidationError: bad parameters."""
     source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
     assert isinstance(source, DataSource)
     return source

@@ -38,7 +38,7 @@ def epsilon_of_rounds(noise_multiplier: float, rounds: int, delta: float) -> flo
 
 
 def found_noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:
-    """Returns (asked ε, noise multiplier) of the defenses that ask, after `calibrate_noise`."""
+    """Returns (asked ε, noise multiplier found) by defense that asks, after `calibrate_noise`."""
     return [
         (one.target, float(one.model_dump()["noise_multiplier"]))
         for one in stack.training_defenses
@@ -124,7 +124,7 @@ class Account:
     """Number of training examples of each client, by its number; 0 where it is not known."""
 
     def entries(self, stack: Stack, rounds: int, *, probes: bool = True) -> list[Entry]:
-        """Returns what the clients released in so many `rounds` among whom the largest ε is.
+        """Returns the releases, after `rounds`, of each client that may have the largest ε.
 
         `stack` is the one whose ε is asked for. Answers to probes count if `probes`, unless
         `privacy.probes` is `outside`.

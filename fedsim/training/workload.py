@@ -40,7 +40,7 @@ class Workload(Server):
     def __init__(
         self, scenario: Scenario, stack_name: str, dataset: Dataset | Table | None = None
     ) -> None:
-        """Loads the data, unless `dataset` has them, and deals them to the clients.
+        """Loads the data, unless `dataset` is what `load_dataset` returns, and deals them.
 
         It fails as `Server`, and by a FedsimError if the data cannot be loaded or dealt.
         """
@@ -93,7 +93,7 @@ class Workload(Server):
         raise FedsimError(f"client {number} does not compute here")
 
     def of_neighbours(self, dataset: Dataset | Table) -> Workload:
-        """Returns the same scenario and stack on another `dataset`, prepared and dealt anew."""
+        """Returns it on another `dataset`, prepared and dealt anew; fails as the constructor."""
         prepared = build_source(self.scenario.data.source).prepared(dataset)
         return Workload(self.scenario, self.stack_name, prepared)
 

@@ -38,7 +38,7 @@ _LEAST, _TOLERANCE, _CELLS, _TAIL = 0.02, 0.01, 2048, 1e-12
 def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:
     """Computes y_t = λ y_(t-1) + z_t of each row z (T,) of `present`, λ being `correlation`.
 
-    `present` is (k, T), 1 where an example takes part in a step, else 0; the result is as well.
+    `present` is (k, T), 1 where an example takes part in a step, else 0. So is the result, float64.
     """
     # C z by its recursion, in T steps in place of a T x T product.
     y = present.astype(np.float64)
@@ -199,9 +199,9 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
     """Computes the L2 sensitivity of all steps together to one example of clipping norm 1.
 
     Step t of T, `steps`, has the noise z_t - λ z_(t-1), λ in [0, 1) being the `correlation`. The
-    result is the largest ||C z||, C_ij = λ^(i-j) for i >= j, over
-    z (T,) that is 1 in `participations` steps (None, or above T: in all) and else 0. It is of an
-    example that is left out; one that is replaced moves the steps by twice that.
+    result is the largest ||C z||, C_ij = λ^(i-j) for i >= j, over z (T,) that is 1 in
+    `participations` steps (None, or above T: in all), else 0. An example that is left out moves the
+    steps by so much, one that is replaced by twice that.
 
     >>> sensitivity(4, 0.0), sensitivity(4, 0.0, 1), round(sensitivity(2, 0.5), 6)
     (2.0, 1.0, 1.802776)

@@ -107,7 +107,7 @@ class Poisson:
         )
 
     def work(self, draws: int) -> int:
-        """Estimates how many numbers `draws` draws in both directions compute."""
+        """Estimates how many numbers are computed for `draws` draws in both directions."""
         levels = round(grid_size(self.correlation, self._least, _TOLERANCE))
         return draws * self.steps * levels * (4 * self._laws + len(_TILTS) + 1)
 
@@ -178,7 +178,7 @@ class BallsInBins:
         return _log_sum(exponent)[None] - math.log(self.bins)
 
     def work(self, draws: int) -> int:
-        """Estimates how many numbers `draws` draws in both directions compute."""
+        """Estimates how many numbers are computed for `draws` draws in both directions."""
         return draws * self.bins * min(self.bins, self.steps) * 8
 
     @cached_property

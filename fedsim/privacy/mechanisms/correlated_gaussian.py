@@ -193,7 +193,7 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
     """σ: standard deviation of z_t over the clipping norm (not of the correlated noise)."""
 
     def delta(self, epsilon: float) -> Answer:
-        """Computes δ at ε >= 0: by draws an estimate with an `interval`; errors as `epsilon`."""
+        """Computes δ at ε >= 0; from draws, an estimate with an `interval`. Errors as `epsilon`."""
         if self.variant == "paper":
             return self._told(epsilon, self._paper_delta(epsilon), baselines.KAN_METHOD)
         if exact := self._exact():

@@ -110,10 +110,7 @@ def _epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> fl
 
 
 def std(scale: float, bound: float) -> float:
-    """Computes the standard deviation of truncated Laplace noise, in the units of both arguments.
-
-    Its density on ± `bound` is proportional to exp(-|x| / `scale`); both are above 0, unchecked.
-    """
+    """Computes the standard deviation of noise of density ∝ exp(-|x| / `scale`) on ± `bound`."""
     from scipy.special import gammainc
 
     # E[x²] of a truncated exponential is Γ(3) = 2 times the regularized gammainc(3), over its mass.

@@ -413,7 +413,7 @@ class _LeastSquaresCalibration(Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class RegressionRelease(ExactMechanism):
-    """A draw of N(x, |e|² (B'B)^-1 / r) where no row has more than `leverage` in [B, b].
+    """A release of sketched least squares (`log_delta`): no row has more than `leverage` in [B, b].
 
     `columns` is r, the number of rows of the sketch that the release stands for, and `features` is
     d, the number of columns of B.

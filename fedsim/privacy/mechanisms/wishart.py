@@ -92,7 +92,7 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
 
 
 def log_delta_at(k: float, separation: float | Array, epsilon: ArrayLike) -> Array:
-    """Computes `log_delta` if `separation` is a distance, `log_delta_of` if it is an array."""
+    """Returns `log_delta` if `separation` is a distance, or `log_delta_of` its (n, 2) rows."""
     if isinstance(separation, np.ndarray):
         return log_delta_of(k, separation, epsilon)
     return log_delta(k, separation, epsilon)

@@ -50,7 +50,7 @@ def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
 
 
 def epsilon(noise_multiplier: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes the least ε >= 0 at which the Gaussian mechanism is (ε, δ)-private; or inf.
+    """Computes the least ε >= 0 at which Gaussian noise is (ε, δ)-private; inf without any.
 
     `noise_multiplier` is as of `log_delta`, and the arguments broadcast.
 
