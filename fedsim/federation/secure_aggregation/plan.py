@@ -190,9 +190,9 @@ class Layout:
     def sum_of(self, total: Ring, part: int, clients: int) -> Update:
         """Returns the mean update in a `part`, from 0, of the opened vector of `clients` clients.
 
-        The sum of updates, weighted by examples, is divided by the number of examples. With noise,
-        weights are examples over `most_examples` (`SumTerms`), and the divisor is the number of
-        clients asked. An impossible number of examples is an `AbortedError`.
+        Updates add up times their examples, of which at most `SumTerms.most_examples` count. The
+        sum is divided by the number of these examples; with noise, by the number of clients asked.
+        An impossible number of examples is an `AbortedError`.
         """
         numbers = _from_ring(total[part * self.length :][: self.length])
         terms, count = self.sums[part], int(numbers[-1])
