@@ -41,7 +41,7 @@ class Clip(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update, scaled down if it exceeds the bound, and `state`."""
+        """Returns the update, shortened to the bound, and `state`. See `UpdateDefense.apply`."""
         norm = float(global_norm(update))
         if norm <= self.norm:
             return update, state
@@ -50,11 +50,11 @@ class Clip(UpdateDefense):
         return self._shorten(update, norm), state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns `before` with a sensitivity of at most `norm`."""
+        """Returns `before` with a sensitivity of at most `norm`. See `UpdateDefense.guarantee`."""
         return before.bounded(self.norm)
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns an Effect that is `scaled`, with `bound` `norm`."""
+        """Returns an Effect that is `scaled`, with `bound` `norm`. See `UpdateDefense.effect`."""
         return Effect(scaled=True, bound=self.norm)
 
     def _shorten(self, update: Tensors, norm: float) -> Tensors:

@@ -51,7 +51,11 @@ class CorrelatedNoise(StatefulTrainingDefense):
     """λ: share of the last step's noise that is taken back."""
 
     def gradient_with_memory(self, step: LocalStep, memory: dict[str, Tensor]) -> GradientFn:
-        """Returns the function of the noisy mean; `memory` keeps z_t / z, unless λ or z is 0."""
+        """Returns the function of the noisy mean of clipped gradients.
+
+        It keeps the standard normal draws of the last step in `memory`, by parameter, unless noise
+        or correlation is 0.
+        """
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator

@@ -54,7 +54,7 @@ class DPFTRL(NoisyAggregation):
         return sum_updates(updates, "dp_ftrl")
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
-        """Returns (`combined` + S (z_t - λ z_(t-1))) / n of n asked clients, as the class says."""
+        """Returns (`combined` + noise) / `round.clients`. See `NoisyAggregation.add_noise`."""
         tensors = combined.tensors
         if self.noise_multiplier:
             noise = standard_normal(tensors, round.stream)

@@ -81,7 +81,7 @@ class DPSGD(TrainingDefense):
         return self.model_copy(update={"noise_multiplier": multiplier})
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the function of the noisy mean; FedsimError if the noise is not found yet."""
+        """Returns the function of the noisy clipped mean; FedsimError until the noise is found."""
         multiplier = self.noise_multiplier
         if multiplier is None:
             raise FedsimError(

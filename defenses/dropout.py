@@ -25,7 +25,7 @@ class Dropout(TrainingDefense):
     """Probability that a neuron is dropped; the others are scaled by 1 / (1 - rate)."""
 
     def training(self, declared: LocalTraining) -> LocalTraining:
-        """Returns `declared` with `rate` as its `dropout`."""
+        """Returns `declared` with `rate` as its `dropout`. See `TrainingDefense.training`."""
         return replace(declared, dropout=self.rate)
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:

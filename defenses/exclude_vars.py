@@ -46,13 +46,13 @@ class ExcludeVars(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with zeros in the excluded tensors, and `state`."""
+        """Returns the update, excluded tensors 0, and `state`. See `UpdateDefense.apply`."""
         return {
             n: torch.zeros_like(t) if self._excludes(n) else t for n, t in update.items()
         }, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns `before`: zeroing entries lengthens no update."""
+        """Returns `before`: zeroing entries lengthens no update. See `UpdateDefense.guarantee`."""
         return before
 
     def effect(self, before: Guarantee) -> Effect:

@@ -60,7 +60,7 @@ class GaussianNoise(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with noise of deviation `state["std"]`, and `state`."""
+        """Adds noise of `state["std"]`; returns `state` as it is. See `UpdateDefense.apply`."""
         return add_gaussian(update, float(state["std"]), rng), state
 
     def guarantee(self, before: Guarantee) -> Guarantee:

@@ -96,7 +96,7 @@ class GaussianSampling(StatisticDefense):
             )
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """Returns K̃ (n, n) drawn for the kernel matrix `value`; FedsimError as `guarantee`."""
+        """Returns the private matrix (n, n) for kernel `value`; FedsimError as `guarantee`."""
         lifted = value + (self.lift or 0.0) * torch.eye(len(value), dtype=value.dtype)
         samples = self.guarantee(release).samples
         return sampled_covariance(square_root(lifted), samples, rng)
@@ -128,7 +128,7 @@ class GaussianSampling(StatisticDefense):
         )
 
     def public_parameters(self, release: Release) -> dict[str, float]:
-        """Returns {`samples`: number of draws, `lift`: γ or 0}; FedsimError as `guarantee`."""
+        """Returns `samples`, the number of draws, and `lift` or 0; FedsimError as `guarantee`."""
         return {"samples": self.guarantee(release).samples, "lift": self.lift or 0.0}
 
 

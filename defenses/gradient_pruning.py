@@ -36,7 +36,7 @@ class GradientPruning(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with zeros for its smallest entries, and `state`."""
+        """Returns the update, smallest entries 0, and `state`. See `UpdateDefense.apply`."""
         if self.scope == "global":
             return self._prune(update), state
         return {
@@ -44,7 +44,7 @@ class GradientPruning(UpdateDefense):
         }, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns `before`: zeroing entries lengthens no update."""
+        """Returns `before`: zeroing entries lengthens no update. See `UpdateDefense.guarantee`."""
         return before
 
     def effect(self, before: Guarantee) -> Effect:

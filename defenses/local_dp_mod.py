@@ -63,7 +63,7 @@ class LocalDpMod(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the clipped update with noise, and `state`."""
+        """Returns the clipped update with noise, and `state`. See `UpdateDefense.apply`."""
         clipped, _ = self._clip.apply(update, {}, rng)
         passed = {name: tensor for name, tensor in update.items() if not tensor.ndim}
         return {**add_gaussian(clipped, self.std, rng), **passed}, state

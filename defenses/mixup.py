@@ -43,7 +43,7 @@ class MixUp(BatchDefense):
         return mix(images, weights, partners), mix(labels, weights, partners)
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns an Effect whose `batch` is a mean of two images."""
+        """Returns an Effect whose `batch` is a mean of two images. See `BatchDefense.effect`."""
         return Effect(batch=(Mixture(images=2),))
 
 

@@ -49,7 +49,7 @@ class PercentilePrivacy(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with small entries zeroed and large ones cut, and `state`."""
+        """Returns the update, zeroed and cut, and `state`. See `UpdateDefense.apply`."""
         if not update:
             return update, state
         flat = [tensor.detach().cpu().flatten().float() / self.steps for tensor in update.values()]

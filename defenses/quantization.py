@@ -36,7 +36,7 @@ class Quantization(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with each tensor rounded to its own grid, and `state`."""
+        """Returns the update, each tensor rounded, and `state`. See `UpdateDefense.apply`."""
         return {name: self._quantize(tensor, rng) for name, tensor in update.items()}, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
@@ -44,7 +44,7 @@ class Quantization(UpdateDefense):
         return before.unproven("quantization may round the update up beyond its bound")
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns an Effect that is `rounded`."""
+        """Returns an Effect that is `rounded`. See `UpdateDefense.effect`."""
         return Effect(rounded=True)
 
     def _quantize(self, tensor: Tensor, rng: torch.Generator) -> Tensor:

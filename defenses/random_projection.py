@@ -75,7 +75,7 @@ class RandomProjection(DataDefense):
             require("random_projection.leverage", self.leverage, largest_leverage(rows), rows, of)
 
     def sigma(self, release: Release) -> float:
-        """Returns one client's σ in units of rows, or 0.
+        """Returns one client's σ, in units of rows, or 0. See `DataDefense.sigma`.
 
         A FedsimError refuses releases that are no sketches, and what no σ makes private.
         """

@@ -39,7 +39,7 @@ class Soteria(TrainingDefense):
     that."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the function of the pruned direction.
+        """Returns the function of the pruned direction. See `TrainingDefense.gradient`.
 
         It raises a FedsimError if the head begins with no linear layer.
         """

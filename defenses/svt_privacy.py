@@ -127,9 +127,9 @@ class SvtPrivacy(UpdateDefense):
         }, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns a SparseVectorRelease in a guarantee.
+        """Returns a guarantee by a SparseVectorRelease. See `UpdateDefense.guarantee`.
 
-        It stays out if `before` has a mechanism, no known shapes, or a tensor of a single number.
+        It has none if `before` has a mechanism, no known shapes, or a tensor of a single number.
         """
         if before.mechanism or before.shapes is None or not all(before.shapes):
             return before.unproven(

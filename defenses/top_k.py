@@ -52,5 +52,5 @@ class TopK(UpdateDefense):
         return before.unproven("top_k adds what earlier rounds left over to the update")
 
     def effect(self, before: Guarantee) -> Effect:
-        """Returns an Effect whose `removed` is `smallest`."""
+        """Returns an Effect whose `removed` is `smallest`. See `UpdateDefense.effect`."""
         return Effect(removed="smallest")

@@ -40,12 +40,12 @@ class TruncatedLaplace(StatisticDefense):
     `tight`: the least b that is proven to be enough, smaller by up to sqrt(d) / 1.25."""
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """Returns the features `value` (n, d) with noise on every entry."""
+        """Returns `value` (n, d) with noise on every entry. See `StatisticDefense.apply`."""
         made = self.guarantee(release)
         return truncated_laplace(value, made.scale, made.bound, rng)
 
     def guarantee(self, release: Release) -> LaplaceRelease:
-        """Returns what is proven of the noise in use, whichever calibration chose it."""
+        """Returns the mechanism of the noise in use. See `StatisticDefense.guarantee`."""
         scale, bound = laplace_vector.calibrate_noise(
             self.beta, release.features, self.epsilon, self.delta, self.calibration
         )
@@ -59,7 +59,7 @@ class TruncatedLaplace(StatisticDefense):
         )
 
     def public_parameters(self, release: Release) -> dict[str, float]:
-        """Returns {`scale`: b, `bound`: B} of the noise on each entry."""
+        """Returns the noise's `scale` and `bound`. See `StatisticDefense.public_parameters`."""
         made = self.guarantee(release)
         return {"scale": made.scale, "bound": made.bound}
 

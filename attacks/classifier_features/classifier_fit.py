@@ -88,7 +88,7 @@ class ClassifierSolver(FeatureSolver):
     """Rounds since the last that found anything better."""
 
     def improve(self) -> None:
-        """Takes a step: descends from starts, replaces images, or ends and sets `over`."""
+        """Takes a step of descent or exchange, or sets `over`. See `FeatureSolver.improve`."""
         if self.first is not None and not self.first.finished:
             self._search(self.first)
         elif self.best is None:
@@ -246,7 +246,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> ClassifierSolver:
-        """Reads labels and draws starts; AttackFailed if the gradient determines no features."""
+        """Reads labels, draws starts; AttackFailed if features are not told. See `Attack.init`."""
         classifier = ClassifierGradient.read(observation)
         classifier.check()
         small = classifier.num_images * len(classifier.weights) <= _MANY

@@ -255,7 +255,7 @@ class RowReconstruction(Attack[_RowSearch]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _RowSearch:
-        """Chooses the likeliest starts, for a kernel none; AttackFailed without the other rows."""
+        """Chooses starts, of kernels none; AttackFailed without other rows. See `Attack.init`."""
         if observation.payload in KERNELS:
             return self._match(observation, knowledge, rng)
         known = release_likelihood(observation, knowledge)
@@ -280,7 +280,7 @@ class RowReconstruction(Attack[_RowSearch]):
         )
 
     def step(self, state: _RowSearch) -> _RowSearch:
-        """Searches from the next start, which is one iteration, and keeps the likeliest row."""
+        """Searches from the next start and keeps the likeliest row. See `Attack.step`."""
         assert isinstance(state.posterior, _RowPosterior)
         row = self._search(state.posterior, state.starts[state.iteration])
         loss = state.posterior.loss(row[None])[0]
@@ -290,7 +290,7 @@ class RowReconstruction(Attack[_RowSearch]):
         )
 
     def terminate(self, state: _RowSearch) -> bool:
-        """Returns whether all starts have been searched from."""
+        """Returns whether all starts have been searched from. See `Attack.terminate`."""
         return state.iteration >= len(state.starts)
 
     def postprocess(self, state: _RowSearch) -> Reconstruction:

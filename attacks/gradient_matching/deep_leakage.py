@@ -167,7 +167,7 @@ class IDLG(_GradientDistance):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _Descent:
-        """Draws images from N(0, `initial_std`²); AttackFailed if `pattern` is to tile rows."""
+        """Draws images; AttackFailed if `pattern` is to tile table rows. See `Attack.init`."""
         descent = super().init(observation, knowledge, rng)
         if self.pattern:
             if observation.model.columns:

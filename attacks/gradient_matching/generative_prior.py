@@ -279,7 +279,7 @@ class GenerativePrior(IterativeAttack[_GeneratorSearch]):
         return Grant.least(labels="inferred", public=public)
 
     def brings(self) -> tuple[str, ...]:
-        """Returns (`public=NAME`,) if a generator is read from a file; else nothing."""
+        """Returns `public=NAME` of a generator's file, else nothing. See `Attack.brings`."""
         return () if self.public is None else (f"public={self.public}",)
 
     def init(
@@ -318,7 +318,7 @@ class GenerativePrior(IterativeAttack[_GeneratorSearch]):
         )
 
     def step(self, state: _GeneratorSearch) -> _GeneratorSearch:
-        """Takes a step of Adam: of the codes at first, of the weights later."""
+        """Takes a step of Adam: of the codes at first, of the weights later. See `Attack.step`."""
         if state.iteration == self._searching_codes():
             self._start_weights(state)
         with torch.enable_grad():

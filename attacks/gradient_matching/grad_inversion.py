@@ -84,7 +84,7 @@ class GradInversion(IterativeAttack[_Group]):
     """Tensors of the update that are matched: all, or all but the classifier's head (body)."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> _Group:
-        """Draws random images for each seed; labels as the class says. See `Attack.init`."""
+        """Draws a random batch for each of `seeds`, with labels as granted. See `Attack.init`."""
         calls = self.iterations * self.seeds
         matching = Matching(observation, calls=calls, tensors=self.tensors)
         labels = granted_labels(observation, knowledge)
@@ -103,7 +103,7 @@ class GradInversion(IterativeAttack[_Group]):
         )
 
     def step(self, state: _Group) -> _Group:
-        """Takes a noisy step of Adam for all seeds, and projects them onto valid pixels."""
+        """Takes a noisy step of Adam for all seeds, on valid pixels. See `Attack.step`."""
         evaluated = [self._fidelity(state, one) for one in state.images]
         losses, slopes, logit_slopes = zip(*evaluated, strict=True)
         state.loss = torch.stack(losses).min()
@@ -124,7 +124,7 @@ class GradInversion(IterativeAttack[_Group]):
         return state
 
     def postprocess(self, state: _Group) -> Reconstruction:
-        """Returns images and labels of the seed, or the mean of aligned seeds, of least loss."""
+        """Returns images and labels of the batch of least loss, among all seeds and their mean."""
         # The registered mean may be better than any seed, and is judged by the same loss.
         answers = torch.cat([state.images, _consensus(state.images, self.reach)[None]])
         losses = torch.stack([self._fidelity(state, answer)[0] for answer in answers])

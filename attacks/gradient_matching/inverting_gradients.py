@@ -106,7 +106,7 @@ class InvertingGradients(IterativeAttack[_Inversion]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _Inversion:
-        """Draws random images; labels are as the class says.
+        """Draws random images; labels are as granted, or else soft. See `Attack.init`.
 
         An AttackFailed refuses to tile or stretch rows, and a likelihood without announced noise.
         """
@@ -129,7 +129,7 @@ class InvertingGradients(IterativeAttack[_Inversion]):
         )
 
     def step(self, state: _Inversion) -> _Inversion:
-        """Takes a step of Adam along signs, projected onto valid pixels."""
+        """Takes a step of Adam along signs, projected onto valid pixels. See `Attack.step`."""
         matching, candidate = state.matching, state.candidate
         images = candidate.images.detach()
         state.loss, (slope, *rest) = regularized(

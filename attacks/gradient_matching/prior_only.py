@@ -54,7 +54,7 @@ class PriorOnly(IterativeAttack[_Drawn]):
     """Whether each image is finally multiplied by what makes it fill the valid pixels."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> _Drawn:
-        """Draws random weights or pixels; of the observation only the images' shape is used."""
+        """Draws random weights or pixels, by the images' shape alone. See `Attack.init`."""
         settings = DrawingSettings(
             canvas=self.prior, iterations=self.iterations, width=self.width, rate=self.learning_rate
         )
@@ -64,7 +64,7 @@ class PriorOnly(IterativeAttack[_Drawn]):
         return _Drawn(spec=observation.model, drawing=drawing, best=best)
 
     def step(self, state: _Drawn) -> _Drawn:
-        """Takes a step of Adam down the weighted total variation, and returns `state`, changed."""
+        """Takes a step of Adam down the weighted total variation. See `Attack.step`."""
         drawn = state.drawing.draw()
         images = drawn.detach()
         variation, slope = VARIATIONS[self.variation](images)

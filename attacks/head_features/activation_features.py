@@ -77,7 +77,7 @@ class Peeling(FeatureSolver):
         return _feature(self.shares)
 
     def improve(self) -> None:
-        """Runs a round, which is one iteration, and takes features that it finds off all rows."""
+        """Runs a round, one iteration: finds features and takes them off all gradient rows."""
         head = self.head
         weights, bias = head.hidden[head.planted].double(), head.bias[head.planted].double()
         shares, errors = self._single_images(weights, bias)
@@ -152,7 +152,7 @@ class Peeling(FeatureSolver):
     def reconstruction(self) -> Reconstruction:
         """Returns the known features (n, d), then an orthonormal basis of the rest of the span.
 
-        The loss is the share of the length of ∂L/∂A that they leave unexplained.
+        The loss is the relative residual of the output weights' gradient.
         """
         features, head = self.features, self.head
         missing = head.rank - len(features)
@@ -188,7 +188,7 @@ class ActivationFeatures(FeatureAttack[Peeling]):
     image's."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Peeling:
-        """Prepares the first round; AttackFailed without planted ReLU neurons."""
+        """Prepares a round; AttackFailed without planted ReLU neurons. See `Attack.init`."""
         return Peeling(HeadGradient.read(observation), self.tolerance, self.consistency)
 
 

@@ -88,7 +88,7 @@ class BestFeatures(FeatureAttack[_Best]):
     """Number of fits over several local steps, as in unrolled_features."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> _Best:
-        """Peels features, and chooses the solver for the rest; AttackFailed as of `HeadFit`."""
+        """Peels features, chooses a solver; AttackFailed without two layers. See `Attack.init`."""
         head = HeadGradient.read(observation)
         peeling = _peel(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss
@@ -107,7 +107,7 @@ class BestFeatures(FeatureAttack[_Best]):
         return _Best(loss=loss, solver=solver, peeling=peeling)
 
     def total(self) -> int:
-        """Returns the number of iterations of the fit, for progress."""
+        """Returns the number of iterations of the fit. See `Attack.total`."""
         return self.iterations + ITERATIONS * (self.starts - 1)
 
     def _fit(

@@ -515,7 +515,7 @@ class CoarseToFine(FeatureSolver):
         return self.fine and self.fit.finished
 
     def improve(self) -> None:
-        """Takes a step of the coarse fit, or of the fine fit once the coarse one gains little."""
+        """Takes a step of the coarse fit, then of the fine one. See `FeatureSolver.improve`."""
         if not self.fine and (self.fit.nearly_finished or self.fit.finished):
             # On in all directions: with all neurons if a subset would lead away.
             coarse = self.fit.attempt
@@ -557,7 +557,7 @@ class HeadFit(FeatureAttack[OutputSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> OutputSolver:
-        """Draws features around a common direction; AttackFailed if there is no two-layer head."""
+        """Draws features to start from; AttackFailed without two layers. See `Attack.init`."""
         head = HeadGradient.read(observation)
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]

@@ -38,8 +38,8 @@ class SpectralFeatures(DirectAttack):
     ) -> Reconstruction:
         """Returns an orthonormal basis (n, d) as features, n the lesser of batch size and d.
 
-        The loss is the share of ∂L/∂W's energy outside the span. An AttackFailed says that ∂L/∂W
-        is 0, or the model has no two-layer head.
+        The loss is the share of the energy of ∂L/∂W, the hidden weights' gradient, outside the
+        span. An AttackFailed says that it is 0, or the model has no two-layer head.
         """
         head = HeadGradient.read(observation)
         if not head.grad_hidden.any():

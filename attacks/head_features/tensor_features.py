@@ -198,9 +198,9 @@ class TensorFeatures(DirectAttack):
     ) -> Reconstruction:
         """Returns features (N, d), of length 1 unless `refine` is set.
 
-        The loss is the relative residual of the decomposition or, with `refine`, the share of
-        ∂L/∂A's energy that is left. An AttackFailed says that the head has not two layers with
-        planted neurons.
+        The loss is the relative residual of the decomposition or, with `refine`, the share of the
+        output weights' gradient that is left. An AttackFailed says that the head has not two layers
+        with planted neurons.
         """
         head = HeadGradient.read(observation)
         estimates, residual = self._decompose(head, rng)

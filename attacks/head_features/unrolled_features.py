@@ -45,7 +45,7 @@ class UnrolledSolver(FeatureSolver):
     def __init__(
         self, head: HeadGradient, iterations: int, trials: int, rng: torch.Generator
     ) -> None:
-        """Prepares the first trial; AttackFailed if rows of ∂L/∂W are not exact, or all 0.
+        """Prepares a trial; AttackFailed if the hidden weights' gradient is not exact, or is 0.
 
         Args:
             head: the observed gradient.
@@ -88,7 +88,7 @@ class UnrolledSolver(FeatureSolver):
         return float(self.loss) < _EXPLAINED or self.ended >= (1 if self.static else self.trials)
 
     def improve(self) -> None:
-        """Takes a step of the present trial's fit, or ends the trial and prepares the next."""
+        """Takes a step of the present fit, or ends the trial. See `FeatureSolver.improve`."""
         if not self.fit.finished:
             before = self.fit.iteration
             self.fit.improve()
@@ -200,10 +200,10 @@ class UnrolledFeatures(FeatureAttack[UnrolledSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> UnrolledSolver:
-        """Draws starts in the row space; AttackFailed if that is not exact, or nothing is left."""
+        """Draws starts; AttackFailed if the row space is not exact, or empty. See `Attack.init`."""
         head = HeadGradient.read(observation)
         return UnrolledSolver(head, self.iterations, self.trials, rng)
 
     def total(self) -> int:
-        """Returns the number of iterations of all trials, for progress."""
+        """Returns the number of iterations of all trials. See `Attack.total`."""
         return self.iterations * (1 + self.trials)

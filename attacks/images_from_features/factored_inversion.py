@@ -503,7 +503,7 @@ class FactoredInversion(IterativeAttack[_FactoredInversionState]):
         )
 
     def step(self, state: _FactoredInversionState) -> _FactoredInversionState:
-        """Takes a step of Adam, projected onto valid pixels, or inverts stages of the body."""
+        """Takes a step of Adam on valid pixels, or inverts body stages. See `Attack.step`."""
         while state.phases.over(state.iteration):
             state.best = state.shown
             state.phases.follow(state.best)

@@ -164,7 +164,7 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _FeatureInversionState:
-        """Recovers features, or raises their AttackFailed; draws random pixels or weights."""
+        """Recovers features, or fails as they do; draws pixels or weights. See `Attack.init`."""
         # Recovery gets a seed, so that what it draws does not change where drawing starts.
         seed = int(torch.randint(2**31, (), generator=rng))
         told = self._recover(observation, knowledge, seed)
@@ -210,7 +210,7 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
         )
 
     def step(self, state: _FeatureInversionState) -> _FeatureInversionState:
-        """Takes a step of Adam down the loss, on valid pixels, and returns `state`, changed."""
+        """Takes a step of Adam down the loss, on valid pixels. See `Attack.step`."""
         if state.unet is not None and state.iteration == self._pixel_iterations:
             # The U-Net goes on from the pixels' images, whose losses it cannot be compared with.
             state.unet.copy(state.best)

@@ -263,7 +263,7 @@ class SplineInversion(IterativeAttack[_PixelPosterior]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _PixelPosterior:
-        """Separates the images; AttackFailed of other models, or fewer hidden units than images."""
+        """Separates the images; AttackFailed if that is not possible. See `Attack.init`."""
         gradient = _SplineGradient.read(observation)
         count = observation.num_images
         hidden, entries, functions = gradient.tensor.shape
@@ -296,7 +296,7 @@ class SplineInversion(IterativeAttack[_PixelPosterior]):
         return state
 
     def step(self, state: _PixelPosterior) -> _PixelPosterior:
-        """Updates the pixels of one image after the other, and then the error signals."""
+        """Updates each image's pixels, then the error signals: one sweep. See `Attack.step`."""
         gradient = state.gradient
         before = state.mean.clone()
         # E[δ δ'] over all hidden units, of which each has the same covariance.

@@ -91,7 +91,7 @@ class CocktailParty(IterativeAttack[_Unmixing]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _Unmixing:
-        """Whitens the gradient and draws an unmixing matrix; AttackFailed without such a layer."""
+        """Draws an unmixing matrix; AttackFailed without a linear layer. See `Attack.init`."""
         layers = [layer for layer in trace_layers(observation) if layer.features is not None]
         layers = [layer for layer in layers if layer.bias is not None or layer.scale_free]
         if not layers:
@@ -109,7 +109,7 @@ class CocktailParty(IterativeAttack[_Unmixing]):
         return state.iteration >= (self.iterations if state.layer.pixels else self.total())
 
     def step(self, state: _Unmixing) -> _Unmixing:
-        """Takes a step of Adam: of the matrix and, once this is found, of the pixels."""
+        """Takes a step of Adam, of the matrix first, then of pixels. See `Attack.step`."""
         if state.iteration >= self.iterations:
             return self._invert(state)
         rows = F.normalize(state.matrix, dim=1)

@@ -198,7 +198,7 @@ class Spear(IterativeAttack[_SpearState]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _SpearState:
-        """Decomposes the layer's gradient; AttackFailed if no ReLU follows one with a bias."""
+        """Decomposes a layer; AttackFailed without one of bias and ReLU. See `Attack.init`."""
         layers = [
             layer
             for layer in trace_layers(observation)
@@ -209,7 +209,7 @@ class Spear(IterativeAttack[_SpearState]):
         return _SpearState(observation, layers[0], rng)
 
     def step(self, state: _SpearState) -> _SpearState:
-        """Draws sets of neurons, and chooses inputs anew if sparse combinations were found."""
+        """Draws sets of neurons, and chooses inputs by what they tell. See `Attack.step`."""
         state.iteration += 1
         number, before = _TOGETHER, state.known
         if self.search == "descent":
@@ -225,7 +225,7 @@ class Spear(IterativeAttack[_SpearState]):
         return state
 
     def terminate(self, state: _SpearState) -> bool:
-        """Returns whether the score is at least 0.999, or `iterations` steps are made."""
+        """Returns whether 99.9% of neurons agree with the inputs, or all `iterations` are made."""
         return state.score >= _COMPLETE or super().terminate(state)
 
     def postprocess(self, state: _SpearState) -> Reconstruction:
