@@ -119,7 +119,7 @@ _SHARE = 0.5
 def kan_noise(
     epsilon: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """Computes the deviation of z_t, in clipping norms, by Theorem F.12 of the KAN paper.
+    """Computes the deviation of z_t, in clipping norms, for (ε, δ) by Theorem F.12 (KAN paper).
 
     That is sqrt((1 + η) T q) sqrt(2 ln(1.25 / ((1 - α) δ))) / ((1 - λ) ε), with α = 1/2 and η =
     sqrt(3 ln(1 / (α δ)) / (T q)), or what the exact Gaussian mechanism takes if that is more.
@@ -133,7 +133,7 @@ def kan_noise(
         correlation: λ in [0, 1).
 
     Raises:
-        FedsimError: ε is 0, or η > 1, so that the theorem does not apply.
+        FedsimError: ε is not above 0, δ is not in (0, 1), or η > 1: the theorem does not apply.
     """
     if epsilon <= 0:
         raise FedsimError("variant paper: Theorem F.12 needs ε > 0: use variant: exact")

@@ -165,7 +165,7 @@ class Calibration(Stated):
 
     @abstractmethod
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Finds the least noise that makes the release (ε, δ)-private, and states what that gives.
+        """Finds the least noise for ε >= 0 and δ in (0, 1), and returns what that noise gives.
 
         Raises:
             FedsimError: no noise is enough, or none can be computed.

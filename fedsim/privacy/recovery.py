@@ -159,7 +159,7 @@ class TensorBound:
 
     @property
     def is_valid(self) -> bool:
-        """Whether all conditions of the theorem hold, as far as they can be checked."""
+        """Whether theory says something, and all conditions that can be checked hold."""
         return self.value is not None and self.reason is None
 
 
@@ -311,7 +311,7 @@ def van_trees(fisher: NDArray[np.float64], prior: NDArray[np.float64]) -> float:
     (Guo et al., Bounding Training Data Reconstruction in Private (Deep) Learning, ICML 2022,
     Theorem 1). The prior's density has to vanish at its ends, and the release's to be
     differentiable, as gradients of ReLU networks are not. Behind Gaussian noise of deviation s, J
-    is D'D / s² for the derivative D of what is released.
+    is D'D / s² for the derivative D of what is released. A singular sum is a LinAlgError.
 
     >>> van_trees(np.eye(2) / 0.5, np.eye(2))  # twice 1 / (1 / 0.5 + 1)
     0.6666666666666666

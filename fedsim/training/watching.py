@@ -88,9 +88,10 @@ class Steps:
     _known: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, batches: list[tuple[Tensor, Tensor]]) -> bool:
-        """Adds a step on batches of (images (B, C, H, W), labels (B,)), on the CPU, to all lists.
+        """Appends a step to `images`, `labels`, `order` and `sizes`.
 
-        Returns whether one batch has an example twice. Optimizer and factors are left alone.
+        Its batches are (images (B, C, H, W), labels (B,)) on the CPU. Returns whether one batch has
+        an example twice.
         """
         self.sizes.append(sum(len(images) for images, _ in batches))
         is_repeated = False

@@ -114,7 +114,7 @@ def grid(correlation: float, least: float, tolerance: float, rounding: Rounding)
 def grid_size(correlation: float, least: float = _LEAST, tolerance: float = _TOLERANCE) -> float:
     """Estimates how many levels `grid` builds of the same arguments; exactly 2 for `correlation` 0.
 
-    Where 1 / λ is below 1 + `tolerance`, levels are a factor 1 / λ apart.
+    Levels are a factor of 1 + `tolerance` apart or, if it is less, of 1 / `correlation`.
     """
     if correlation == 0:
         return 2.0

@@ -175,7 +175,7 @@ def is_private(
     A FedsimError refuses r or d below 1, and ε below 0.
 
     Args:
-        leverage: largest leverage q of a row in [B, b], in (0, 1].
+        leverage: largest leverage q of a row in [B, b], features and target, in (0, 1].
         residual: largest share q - p of a row in the squared residuals, in (0, 1].
         r: rows of the sketch that the release stands for.
         d: features.
@@ -186,9 +186,9 @@ def is_private(
 
 
 def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
-    """Finds the largest leverage q in [B, b] up to which every row's δ is at most `delta`.
+    """Finds the largest leverage q up to which every row's δ is at most `delta`.
 
-    The release is that of `log_delta`.
+    The release is that of `log_delta`, and q the leverage in [B, b], features and target.
 
     Args:
         epsilon: at least 0.
@@ -224,7 +224,7 @@ def sigma(
     """Finds σ of the rows σ I appended to [B, b] that makes `log_delta`'s release (ε, δ)-private.
 
     Args:
-        row_norm: l, the largest L2 norm of a row of [B, b]; σ is in its units.
+        row_norm: l, the largest L2 norm of a row of [B, b], features and target, in units of σ.
         r: rows of the sketch that the release stands for.
         d: features.
         epsilon: at least 0.

@@ -88,9 +88,9 @@ def epsilon(noise_multiplier: ArrayLike, delta: ArrayLike) -> Array:
 
 
 def noise_multiplier(epsilon: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes the least standard deviation, in units of the sensitivity, that is (ε, δ)-private.
+    """Computes the least standard deviation of (ε, δ)-private Gaussian noise.
 
-    The arguments broadcast.
+    It is in units of the L2 sensitivity. The arguments broadcast.
 
     Raises:
         FedsimError: `epsilon` is not in [0, ∞) or `delta` not in (0, 1).
