@@ -133,7 +133,7 @@ def kan_noise(
         correlation: λ in [0, 1).
 
     Raises:
-        FedsimError: ε is not above 0, δ is not in (0, 1), or η > 1: the theorem does not apply.
+        FedsimError: ε is not above 0, or η > 1, so that the theorem does not apply.
     """
     if epsilon <= 0:
         raise FedsimError("variant paper: Theorem F.12 needs ε > 0: use variant: exact")

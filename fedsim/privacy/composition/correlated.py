@@ -64,9 +64,10 @@ class Grid:
     """(M,) indices of the next levels of an example that is in the batch."""
 
     def moves(self, absent: float | Array, present: float | Array) -> Any:
-        """Builds the (M, M) SciPy CSR array that multiplies weights (M,) of levels for a step.
+        """Builds the (M, M) SciPy CSR array A that takes weights w (M,) of levels a step on: A @ w.
 
-        `absent` and `present`, numbers or (M,), weigh the moves to the levels in these fields.
+        `absent` and `present` weigh the moves to the levels in these fields: numbers, or (M,) by
+        the level before.
         """
         from scipy.sparse import coo_array
 

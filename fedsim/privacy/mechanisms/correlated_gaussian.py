@@ -240,7 +240,8 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
     def claim_revealed(self, delta: float) -> tuple[float, str]:
         """Returns (ε, method) at δ for an attacker who knows which batches an example was in.
 
-        The contribution is exchanged for zero. The result bounds ε where batches are hidden, too.
+        The contribution is exchanged for zero. The result bounds ε where batches are hidden, too;
+        it is inf if there is none up to 10^9.
         """
         target, noise = math.log(delta), self.noise_multiplier
         found = _least(lambda eps: self._log_delta_revealed(noise, eps) <= target)

@@ -62,7 +62,7 @@ def lift_distance(beta: float, lift: float, *, gain: float = 1.0, row_norm: floa
     Args:
         beta: β > 0, the largest L2 distance that a row moves.
         lift: γ > 0.
-        gain: s > 0, the largest eigenvalue of S.
+        gain: s > 0, the largest eigenvalue of S in the kernel (x'z)(x'Sz).
         row_norm: B > 0, the bound on a row's L2 norm.
 
     >>> round(lift_distance(0.01, 4.0), 6)
@@ -83,7 +83,7 @@ def eigenvalues_under_lift(
     Args:
         beta: β > 0, the largest L2 distance that a row moves.
         lift: γ > 0.
-        gain: s > 0, the largest eigenvalue of S.
+        gain: s > 0, the largest eigenvalue of S in the kernel (x'z)(x'Sz).
         row_norm: B > 0, the bound on a row's L2 norm.
 
     >>> eigenvalues_under_lift(0.1, 4.0).round(5)  # a = 0.1
@@ -108,7 +108,7 @@ def eigenvalues_above_floor(
     Args:
         beta: β > 0, the largest L2 distance that a row moves.
         least: η > 0, assumed of the kernel matrix.
-        gain: s > 0, the largest eigenvalue of S.
+        gain: s > 0, the largest eigenvalue of S in the kernel (x'z)(x'Sz).
         row_norm: B > 0, the bound on a row's L2 norm.
     """
     a = feature_shift(beta, gain=gain, row_norm=row_norm) / math.sqrt(

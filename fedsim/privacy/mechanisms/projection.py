@@ -118,7 +118,7 @@ def log_delta(
 
 
 def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
-    """Computes the largest leverage at which a projection D'G onto `r` columns is (ε, δ)-private.
+    """Computes the largest leverage of a row at which D'G with `r` columns is (ε, δ)-private.
 
     The arguments broadcast: ε >= 0, δ in (0, 1) and r >= 1; others are a FedsimError.
 

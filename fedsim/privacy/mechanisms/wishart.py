@@ -116,7 +116,7 @@ def epsilon(k: float, separation: float | Array, delta: float) -> float:
 def max_draws(separation: float | Array, epsilon: float, delta: float) -> int:
     """Finds the largest number of draws that is (ε, δ)-private; a FedsimError from 2^39 on.
 
-    It is 0 if none is. `separation` is as of `log_delta_at`.
+    It is 0 if none is. `separation` and further errors are as of `log_delta_at`.
     """
     target = float(np.log(require_delta(delta)))
     low, high = 0, 1

@@ -23,7 +23,7 @@ class TooMuchWork(FedsimError):  # noqa: N818 - reads as what happened
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Reports all work that is done within the block to `listener`, a function of (done, total)."""
+    """Reports all work in the `with` block to `listener`, which is called with (done, total)."""
     token = _listener.set(listener)
     try:
         yield
@@ -39,7 +39,7 @@ def tell(done: int, total: int) -> None:
 
 @contextmanager
 def part(number: int, total: int) -> Iterator[None]:
-    """Reports all work within the block as part `number`, from 0, of `total` equal parts.
+    """Reports all work in the `with` block as part `number`, from 0, of `total` equal parts.
 
     The farthest of several works is reported, so that progress never goes back.
     """
