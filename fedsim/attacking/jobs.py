@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def aids(self) -> Aids:
-        """Part of a target -> what it prepared for scores; built anew, slowly, at every access."""
+        """Each target's `part` -> what it prepared for scores; made anew, slowly, at an access."""
         return scoring.prepare(
             Resources(
                 guesser=self.guesser,

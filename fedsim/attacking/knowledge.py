@@ -281,7 +281,10 @@ def join_solutions(found: Sequence[Solution]) -> Solution:
 def unanswerable(
     attack: Attack[AttackState], observation: Observation, truth: Truth | None
 ) -> str | None:
-    """Returns why `attack` cannot be asked about `observation` at all; None if it can."""
+    """Returns why `attack` cannot be asked about `observation` at all; None if it can.
+
+    `truth` is what clients really used; None if it is not known.
+    """
     if reason := unreadable(type(attack).__name__, attack.reads, observation.payload):
         return reason
     if observation.payload == "update" and observation.model.columns and not attack.takes_rows:

@@ -59,17 +59,17 @@ class LocalStep:
 class DataDefense(Plugin):
     """Base of defenses that append rows σ I to the rows D (n, d + 1) of a closed-form learner.
 
-    Least squares on all of them is regularized. A sketch D'G, with G standard normal, gains σ times
-    a standard normal matrix.
+    Least squares on all of these is ridge regression with the penalty σ². A sketch D'G, with G
+    standard normal, gains σ times a standard normal matrix.
     """
 
     @abstractmethod
     def sigma(self, release: Release) -> float:
-        """Returns σ >= 0 of the rows σ I to append, in rows' units; a FedsimError if none fits."""
+        """Returns σ >= 0: a client appends rows σ I to its own. A FedsimError if none fits them."""
 
     @abstractmethod
     def guarantee(self, release: Release) -> Guarantee:
-        """Returns what is proven of `release` with rows σ I added; a FedsimError if nothing is."""
+        """Returns what is proven of `release` with rows σ I added; a FedsimError if no σ fits."""
 
     @property
     def least_clients(self) -> int:
@@ -118,7 +118,7 @@ class StatisticDefense(Plugin):
         return False
 
     def check(self, client: int, value: Tensor) -> None:
-        """Refuses, by a FedsimError, a client's `value` that voids the claim; by default none."""
+        """Refuses, by a FedsimError, a client's statistic that voids the claim; by default none."""
 
     @abstractmethod
     def public_parameters(self, release: Release) -> Mapping[str, float]:
@@ -228,7 +228,7 @@ class TrainingDefense(Plugin):
 
         It maps (parameters, images, labels, rng) to tensors named like the parameters. Its rng is
         on the CPU, its images perhaps on a GPU. Noise that protects is drawn as in
-        `UpdateDefense.apply`.
+        `UpdateDefense.apply`. It raises a FedsimError if noise for a `target` is not found yet.
         """
         return step.gradient
 

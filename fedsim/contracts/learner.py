@@ -202,9 +202,9 @@ class Computation(ABC):
 
     @abstractmethod
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """Returns `parameters` with neurons planted in the head, as a dishonest server sends them.
+        """Returns `parameters` with the weights that the server plants in probes, by `seed`.
 
-        `seed` draws the planted weights. A learner that trains no model returns `parameters`.
+        A model without a part to plant them in keeps its `parameters`.
         """
 
 
@@ -278,7 +278,7 @@ class TrainingLearner(Learner):
 
 
 class DataSource(Plugin):
-    """Loads a labelled image set, or a table. Fields say where it lies and how it is prepared."""
+    """Base of sources of labelled images, or of a table. Fields say where and how they are read."""
 
     @abstractmethod
     def load(self) -> Dataset | Table:

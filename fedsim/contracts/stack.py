@@ -58,7 +58,7 @@ class Stack:
     """Indices of training defenses that were asked for a direction."""
 
     def note_shapes(self, parameters: Iterable[Tensor]) -> None:
-        """Keeps the shapes of the floating-point `parameters`, on which some guarantees depend."""
+        """Sets `shapes` to those of the floating-point `parameters`; some guarantees need them."""
         shapes = tuple(tuple(p.shape) for p in parameters if p.is_floating_point())
         object.__setattr__(self, "shapes", shapes)
 
@@ -79,7 +79,7 @@ class Stack:
         return self.data_defense.least_clients if self.data_defense and self.aggregation else 1
 
     def sigma(self, release: Release) -> float:
-        """Returns σ of the rows σ I to append; 0 without a data defense, and else its errors."""
+        """Returns σ of the rows σ I that clients append, as `DataDefense.sigma`; 0 without one."""
         return self.data_defense.sigma(release) if self.data_defense else 0.0
 
     def private(

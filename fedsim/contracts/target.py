@@ -284,8 +284,7 @@ class Target(Plugin):
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns the scored answer of somebody who saw no update; None if nothing is guessed.
 
-        The default gives every metric its `uninformed` value if the attack answered this target,
-        else None.
+        The default gives every metric's `uninformed` value, or None if the attack has no answer.
         """
         if request.found is None or self.answer_of(request.found) is None:
             return None
@@ -338,10 +337,11 @@ class Target(Plugin):
         return tensors.get(answer_name), known
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns the answer to another update as one to this, the control; by default as it is.
+        """Returns `answer`, given to another update, as one to this update, for a control.
 
         `pairs` has the row of the other update that stands for each row of this one, for targets
-        that are `asked_singly`. `truth` is that of this update.
+        that are `asked_singly`. `truth` is that of this update. The default returns `answer` as it
+        is.
         """
         return answer
 

@@ -105,7 +105,7 @@ class ClosedForm(OneRelease):
         """Computes what is released of regularized `rows` (n, d + 1), the target being last.
 
         A sketch is (d + 1, r), of r columns, and regression coefficients are (d,). `rng` is the
-        learner's secret stream.
+        learner's secret stream. A FedsimError says why the rows have no such release.
         """
 
     def describe(self) -> ReleaseSpec:
@@ -142,7 +142,7 @@ class ClosedForm(OneRelease):
         return {VALUE: torch.zeros(self._shape, dtype=torch.float64)}, {}
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Returns the release of the first batch's rows, with σ I below; it fails as `describe`."""
+        """Returns the release of the first batch, with σ I below; fails as `describe`, `value`."""
         rows = regularize(request.batches[0][0], self._stack.sigma(self.release))
         return counted_once({VALUE: self.value(rows, request.stream)})
 

@@ -126,7 +126,7 @@ def stream(seed: int = 1) -> torch.Generator:
 
 
 def mixed_update(scale: float = 1.0) -> dict[str, Tensor]:
-    """Returns an update with each float type, a 0-d, an empty and a repeated entry, by `scale`."""
+    """Returns an update with each float type, 0-d, empty and repeated entries, times `scale`."""
     draw = stream(0)
     return {
         "single": scale * torch.randn(4, 3, generator=draw),
