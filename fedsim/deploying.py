@@ -30,7 +30,8 @@ def up(
 
     Args:
         scenario: Path of the scenario file, without a sweep.
-        out: The run's folder to fill; node folders are below it in `nodes/`, logs in `network/`.
+        out: The run's folder to fill, which the returned `Run` reads. In it `nodes/` has the nodes'
+            folders, and `network/` the logs of SuperLink and gate.
         nodes: Number of clients; None: as the scenario says.
         overrides: `a.b=value` assignments to the file's keys.
         shared_seed: Whether all nodes draw from the scenario's seed, and the truth is collected and
@@ -40,8 +41,7 @@ def up(
         quiet: Whether to show no progress.
 
     Raises:
-        FedsimError: `fedsim.run` raises it, the file has a sweep, or a part of the federation does
-            not start.
+        FedsimError: `fedsim.run` raises it, the file has a sweep, or a part does not start.
         RunFailed: `fedsim.run` raises it.
     """
     count = [] if nodes is None else [f"data.clients={nodes}"]

@@ -55,8 +55,8 @@ def run(
 
     Args:
         scenario: Path of a scenario file, its content as plain values, or a `Scenario`.
-        out: The folder to fill; None: `runs/<name>` of the working directory. A sweep gives each
-            variant a folder in it.
+        out: The folder to fill, which the returned `Run` reads; None: `runs/<name>` of the working
+            directory. A sweep gives each variant a folder in it.
         overrides: `a.b=value` assignments to a file's keys, as with `--set`; only a path takes
             them.
         resume: Whether to continue what an interrupted run of the same scenario left in `out`.
@@ -125,7 +125,7 @@ def collect(
     A recording waits as long as the truth of one of its clients is missing.
 
     Args:
-        folder: Folder of a run whose clients were nodes on a network.
+        folder: Folder of a run whose clients were nodes, which the returned `Run` reads.
         homes: Folders of nodes, or copies of them; if empty, those that `fedsim up` keeps below
             `folder`.
         workers: Number of processes that attack; None: as in `run`.

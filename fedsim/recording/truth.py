@@ -76,7 +76,7 @@ def forget_truth(root: Path, id: str, client: int) -> None:
 
 
 def owner(root: Path) -> int | None:
-    """Returns the client whose truth is below `root`; None for none, a FedsimError for several."""
+    """Returns whose truth, by client from 0, is below `root`, or None; FedsimError for several."""
     numbers: set[str] = set()
     for path in _files(root):
         of_folder = _SEEN_ALONE.match(path.parent.name)
