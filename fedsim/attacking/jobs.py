@@ -110,13 +110,14 @@ class Result:
     victims: list[str] | None = None
     """Digest of each true image or row that took part; None if there was no attack."""
     tensor_bound: TensorBound | None = None
-    """What theory predicts of the attack's error; None if it speaks of other attacks."""
+    """What theory predicts of the attack's error; None if there is no theory of this attack."""
     chances: dict[str, GuessChances] = field(default_factory=dict)
-    """Metric -> how likely a guess reaches each level of it, of metrics with a prior."""
+    """Metric -> how likely a guess reaches each level of it; empty without noise on the update."""
     cost: dict[str, float | int | None]
     """Fields that the function `cost` returns."""
     local_losses: tuple[float, float] | None = None
-    """Mean loss on the true images before and after local training, where there is one."""
+    """Mean loss on the true images before and after local training; None for a single gradient, or
+    where nothing is trained."""
 
 
 def asked_about(

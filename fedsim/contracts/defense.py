@@ -138,7 +138,7 @@ class UpdateDefense(Plugin):
 
     deployed_parts: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """Import name of another framework's mod or filter that does the same -> its settings: name
-    there -> parameter here. Where a tap finds one in an app, the defense stands for it."""
+    there -> parameter here. A tap that finds one in an app takes it for this defense."""
 
     @property
     def claimed_epsilon(self) -> float | None:
@@ -316,7 +316,8 @@ class AggregationDefense(Plugin):
     def seen_by_one_of(self, participants: int) -> AggregationDefense:
         """Returns the aggregation as one of so many `participants` sees it.
 
-        The client takes its own update off. By default the others stay hidden as well as before.
+        The client takes its own update off. The default returns this one: others stay hidden as
+        before.
         """
         return self
 

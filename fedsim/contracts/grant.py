@@ -180,8 +180,8 @@ class MembershipCandidates:
     labels: Tensor
     """(N,) int64."""
     seen: tuple[Observation, ...]
-    """Recordings of the attacked stack at the attacked vantage up to the attacked round, included,
-    of all clients that the watcher sees, ordered by round and client."""
+    """Recordings of the attacked stack and vantage, of all clients that the watcher sees, up to the
+    attacked round and with it. They are ordered by round and client."""
 
     def of_victim(self, attacked: Observation) -> tuple[Observation, ...]:
         """Returns those of `seen` with the client of `attacked` (-1 for a mean), by round."""

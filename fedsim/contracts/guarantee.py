@@ -216,7 +216,8 @@ class Guarantee:
     def unproven(self, reason: str) -> Guarantee:
         """Returns the guarantee after a step that may enlarge the update; `mechanism` stays.
 
-        Without one, `reason` says which step, and is stated where ε is infinite.
+        `reason` says which step; it is kept if no mechanism is proven, and stated where ε is
+        infinite.
         """
         # Behind the noise all is post-processing, which no later step can undo.
         reason = self.reason if self.mechanism else reason

@@ -75,7 +75,7 @@ class Stack:
 
     @property
     def least_clients(self) -> int:
-        """Least number of clients whose updates may be combined; fewer hold too little noise."""
+        """Least number of clients to combine; fewer hold too little noise. 1 without a limit."""
         return self.data_defense.least_clients if self.data_defense and self.aggregation else 1
 
     def sigma(self, release: Release) -> float:

@@ -1,9 +1,9 @@
 """Defines the target contract: a kind of leak, and everything that is particular to it.
 
 A target is one file and one entry point of the group `fedsim.targets`. It says what of a client is
-answered (images, labels, who took part), what truth clients leave for its score, by which metrics
-an answer is scored and compared with the guess of somebody who saw no update, from which gain on it
-leaks, and what the leak is called. Scores, rows, leaderboard, page and glossary follow.
+answered (images, labels, who took part), and what truth clients leave for its score. It has the
+metrics that score an answer beside the guess of somebody who saw no update. It says from which gain
+on it leaks, and what the leak is called. Scores, rows, leaderboard, page and glossary follow.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class TargetScores:
     """Holds the comparison of an answer with the truth by all metrics of one target."""
 
     values: Mapping[str, MetricValue]
-    """Metric -> its values: (N,) with one for each truth, a float for all of them, or an
-    `Unavailable` with the reason why there are none."""
+    """Metric -> its values: (N,) with one for each truth, or a float for all of them. An
+    `Unavailable` has the reason why there are none."""
     assignment: list[int] = field(default_factory=list)
     """Index of the answer that was scored against each truth; -1: none. Empty without a match."""
     missing: int = 0
@@ -244,7 +244,10 @@ class Target(Plugin):
         return None
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Refuses, by a ScoringError, an answer of another shape than the truth, or not finite."""
+        """Refuses, by a ScoringError, an answer that cannot be scored.
+
+        The default refuses NaN, infinity, and another shape than that of a recorded truth.
+        """
         true = self.truth_of(truth)
         if true is not None and answer.shape != true.shape:
             raise ScoringError(

@@ -158,7 +158,7 @@ def regularize(rows: Tensor, sigma: float) -> Tensor:
 def sketch(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
     """Returns D'G of `rows` D (n, d), as (d, columns); G has independent standard normal entries.
 
-    G is drawn from `rng`. For regularized rows [D; σ I] the result is D'G + σ N with a standard
+    G is drawn from `rng`. The result of regularized rows [D; σ I] is D'G + σ N with a standard
     normal N: the noise of the random projection mechanism. The part of G that belongs to D is the
     same whatever σ.
     """

@@ -262,8 +262,8 @@ def train(
         spec: Description of the model, which defenses of steps are handed.
         parameters: Global weights by name, which stay as they are.
         buffers: Global buffers by name, which stay as they are.
-        batches: (normalized images (B, C, H, W), labels (B,)) of each step. Where B varies, sums
-            are divided by `training.batch_size`.
+        batches: (normalized images (B, C, H, W), labels (B,)) of each step. Sums are divided by
+            `training.batch_size`, also where B varies.
         training: Local training as the stack's training defenses change it.
         stack: Defenses, of which those of training make the direction of a step.
         generator: Stream of the defenses' and the model's draws, on the CPU.
