@@ -91,7 +91,7 @@ class CocktailParty(IterativeAttack[_Unmixing]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _Unmixing:
-        """Draws an unmixing matrix; AttackFailed without a linear layer. See `Attack.init`."""
+        """Draws an unmixing matrix; AttackFailed without a suitable layer. See `Attack.init`."""
         layers = [layer for layer in trace_layers(observation) if layer.features is not None]
         layers = [layer for layer in layers if layer.bias is not None or layer.scale_free]
         if not layers:

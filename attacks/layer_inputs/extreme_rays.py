@@ -37,7 +37,7 @@ _OFF, _ROUNDING = 5.0, 1e-6
 
 @final
 class ExtremeRays(DirectAttack):
-    """Reads inputs that are never negative off a layer's gradient, by linear programs.
+    """Recovers features from inputs of a layer that are never negative, by linear programs.
 
     Layers are tried in their order until one shows all images; the one that takes pixels last.
     """

@@ -174,7 +174,7 @@ _COMPLETE = 0.999  # score from which on all neurons agree, but for some that ro
 
 @final
 class Spear(IterativeAttack[_SpearState]):
-    """Takes a layer's gradient apart by the zeros that ReLU leaves in error signals.
+    """Recovers a layer's inputs by the zeros that ReLU leaves in error signals of its gradient.
 
     The layer is the first linear one with a bias that ReLU follows. The number of draws needed
     doubles with each image. Inputs of a first layer are the images.
@@ -186,7 +186,8 @@ class Spear(IterativeAttack[_SpearState]):
     )
 
     iterations: Annotated[int, Field(ge=1)] = 1000
-    """Iterations of 4,096 sets of neurons each; it ends at a score of 0.999."""
+    """Iterations of 4,096 sets of neurons each; it ends when 99.9% of neurons agree with the
+    inputs."""
     search: Literal["sampled", "descent"] = "sampled"
     """`sampled`: as the paper does. `descent`: 64 sets of neurons are drawn instead, and also
     descended from. That is not the paper's, and its cost does not double with each image."""

@@ -37,7 +37,7 @@ class UpdateMembership(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns scores' sums over rounds as `membership` (N,); AttackFailed of no candidates."""
+        """Returns `membership` (N,), scores summed over rounds; AttackFailed without candidates."""
         candidates = require_candidates(knowledge)
         examples = append_public((candidates.inputs, candidates.labels), knowledge, self.public)
         total = torch.zeros(len(candidates.labels), dtype=torch.float64)

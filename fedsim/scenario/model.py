@@ -241,7 +241,8 @@ class Audit(ScenarioSection):
     of all clients, which costs one run and shows no ε above about ln(canaries / 4.6)."""
     canaries: Annotated[int, Field(ge=200, le=10_000_000)] = 1000
     """Under `two_worlds`, number of trainings with the canary, and of as many without it. Under
-    `one_run`, number of examples that are canaries (of clients, all)."""
+    `one_run`, number of examples that are canaries; where a claim is on clients, all of them
+    are."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """Probability that a true claim is not refuted."""
 
@@ -260,7 +261,8 @@ class Scenario(ScenarioSection):
     """Everything that determines a run: same scenario, same bytes."""
 
     name: Slug
-    """Name of the run, which is also a safe file name."""
+    """Name of the run: up to 64 letters, digits and signs of `._+-`, so that it is a safe file
+    name."""
     description: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of data, weights, batches and noise. Whoever knows it can draw the noise again."""
