@@ -325,8 +325,7 @@ DEFAULT_ATTACKS: Mapping[str, Mapping[str, object]] = {
 class AssessSettings:
     """Options of `fedsim.assess`, which refuses attacks that need what is not granted.
 
-    It raises a FedsimError for that, for an unknown attack and for `clients` below 1. A wrong
-    parameter of an attack is a ValidationError of pydantic.
+    That, an unknown attack and `clients` below 1 are a FedsimError.
     """
 
     mean: Sequence[float] | None = None
@@ -342,11 +341,9 @@ class AssessSettings:
     prefix: str = ""
     """Text before a tensor's name in the model, such as `head.`, which the app's names lack."""
     local: Mapping[str, float] | None = None
-    """Values of `batch_size` and `lr`, maybe `epochs` (1) and `momentum` (0); None: as witnessed.
-    A `gradient` ignores them."""
+    """Values of `batch_size` and `lr`, maybe `epochs` (1), `momentum` (0); None: as witnessed."""
     defenses: Sequence[Mapping[str, object]] = ()
-    """Defenses of the clients' updates, in order: `name` and parameters of each, as in a scenario.
-    Empty for those that the tap or the witness found."""
+    """Members (`name` and parameters) of the clients' stack; empty for those that were found."""
     attacks: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: DEFAULT_ATTACKS)
     """Name of an attack plugin -> its parameters, those left out at their defaults."""
     grant: Grant = Grant()
@@ -367,7 +364,6 @@ class AssessSettings:
     """Whether no progress is shown."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be attacked."""
         if self.clients < 1:
             raise FedsimError(f"clients: expected at least 1, got {self.clients}")
         for attack, parameters in self.attacks.items():

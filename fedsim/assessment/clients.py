@@ -103,10 +103,7 @@ class Examples:
     """Number of the model's outputs; labels are below it."""
 
     def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
-        """Returns the distinct images (N, C, H, W), pixels in [0, 1], and labels (N,) int64.
-
-        A FedsimError says that the file is damaged, or does not fit `classes`, `mean` and `std`.
-        """
+        """Returns pixels in [0, 1] (N, C, H, W) and labels (N,) int64; a FedsimError if unfit."""
         images, labels = testimony.images()
         outside = labels[(labels < 0) | (labels >= self.classes)]
         if len(outside):
@@ -141,12 +138,8 @@ def guesser_of(
 ) -> tuple[scoring.Guesser, bool]:
     """Returns what guesses images without an update, and whether it learned from other clients.
 
-    If no client beside the `picked` victims was witnessed, it learns from the victims' own images.
-
-    Args:
-        said: What witnesses saw, by message id; one testimony of each client is used.
-        picked: The victims, at least one.
-        examples: Reads images and labels of a testimony; its errors pass through.
+    It learns from what `examples` reads of clients in `said` (what witnesses saw, by message id)
+    besides the `picked` victims, at least one. Without others it learns from the victims' images.
     """
     victims = {each.exchange.node_id for each in picked}
     # One testimony per client, so that its images do not count once for each round.
@@ -169,14 +162,12 @@ _UNDEFENDED = "none"
 
 @dataclass(kw_only=True)
 class AppTraining:
-    """Tells how an app's clients train and which defenses they apply.
+    """Tells how an app's clients train and which defenses they apply; a FedsimError if unknown.
 
-    An unknown defense, or an impossible order of them, is a FedsimError; a wrong parameter is a
-    ValidationError of pydantic.
+    They answer with `weights`, a `delta` from the server's weights, or a `gradient`.
     """
 
     answer: TappedAnswer
-    """What clients send: `weights`, a `delta` from the server's weights, or a `gradient`."""
     local: Mapping[str, float] | None
     """Values of batch_size and lr, maybe epochs (1) and momentum (0); None: as was witnessed."""
     mode: Mode
@@ -189,7 +180,6 @@ class AppTraining:
     """Name of the stack of defenses in the report; without defenses it is `none`."""
 
     def __post_init__(self) -> None:
-        """Refuses defenses that are none."""
         self._refs = [
             PluginRef(name=str(each.get("name")), parameters=_resolve_parameters(each))
             for each in self.defenses
@@ -316,10 +306,7 @@ class AppTraining:
     def describe_defense(
         self, training: LocalTraining
     ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
-        """Returns the stack's name (`none` without defenses), its defenses, and its joint effect.
-
-        Each defense has its `name` and parameters for that `training`, as `Observation.defense`.
-        """
+        """Returns the stack's name (or `none`), its members as told in observations, its effect."""
         if not self._refs:
             return _UNDEFENDED, (), Effect()
         told = announce_defenses(self._stack, self._refs, training, None)
@@ -376,7 +363,7 @@ def freeze_unsent(model: nn.Module, exchange: Exchange, prefix: str) -> None:
     """Freezes, in place, the parameters of `model` that the server did not send in `exchange`.
 
     `prefix` is text before a name in the model, such as `head.`, which the app's names lack. A
-    FedsimError says that the recorded file is damaged, or does not fit the model.
+    damaged recording, or one that does not fit the model, is a FedsimError.
     """
     sent = _own_names(exchange.read_broadcast(), model, prefix)
     for name, parameter in model.named_parameters():

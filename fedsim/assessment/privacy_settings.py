@@ -67,9 +67,8 @@ class PrivacySettings:
     def describe_privacy(self, each: Picked, training: LocalTraining) -> tuple[Row, list[str]]:
         """Returns what the defenses guarantee one client against the server, and lines on that.
 
-        The first part has the fields of `PrivacyClaim`, with "inf" for an ε of ∞; it is empty
-        where neither client nor server adds privacy. The second has sentences for the report.
-        `training` is the client's local training. A damaged recording is a FedsimError.
+        The first part has the fields of `PrivacyClaim`, with "inf" for an ε of ∞. It is empty where
+        neither client nor server adds privacy. A damaged recording is a FedsimError.
         """
         found, lines = self.defenses, []
         privacy: Row = {}
@@ -137,8 +136,7 @@ def read_privacy(
 
     Args:
         exchanges: All exchanges of the run, at least one. A damaged recording is a FedsimError.
-        mods: Id of an order -> mods of the client that answered it, outermost first; None if
-            unknown.
+        mods: Mods of the client that answered, by message id, outermost first; None if unknown.
         strategies: The server's strategy and those that it wraps, outermost first; None if unknown.
         left_out: Lines of `exchanges.left_out`; answers left out may make ε infinite.
     """

@@ -188,10 +188,9 @@ def _collect(
 
 
 def refuse_unfit(superlink: str, roots: Path | None) -> None:
-    """Prints why nobody may connect to `superlink`, and raises `typer.Exit` of status 2.
+    """Prints why nobody may connect to HOST:PORT `superlink`, and raises `typer.Exit` of status 2.
 
-    Nothing happens if `superlink` is HOST:PORT on loopback, or on any host with `roots`: the file
-    of root certificates that TLS is checked with. None means no TLS.
+    Nothing happens on loopback, and with `roots` (TLS root certificates) on any host.
     """
     if reason := addresses.unfit(superlink, has_roots=roots is not None):
         typer.secho(f"--superlink: {reason}", err=True, fg="red")
@@ -201,9 +200,7 @@ def refuse_unfit(superlink: str, roots: Path | None) -> None:
 def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -> None:
     """Raises `typer.Exit` of status 2, with a printed reason, for a network option of a local run.
 
-    Args:
-        superlink: HOST:PORT of the SuperLink; None for a run on this machine alone.
-        given: Network option, such as `--shared-seed` -> whether the user gave it.
+    `given` has whether the user gave each option. A run without HOST:PORT `superlink` is local.
     """
     lonely = [option for option, is_given in given.items() if is_given]
     if superlink is None and lonely:

@@ -42,10 +42,9 @@ def say_what_lacks(runs: Sequence[reading.StoredRun]) -> None:
 
 
 def outcome(runs: Sequence[reading.StoredRun]) -> str:
-    """Returns the leaderboard of `runs` as lines of text, without a newline at the end.
+    """Returns the leaderboard of `runs`, or what their defenses cost if no attack is scored.
 
-    If no attack is scored, what their defenses cost in accuracy takes its place. Lines on defenses
-    that nobody declared, or on training that stands still, follow.
+    Lines on undeclared effects of defenses, and on training that stands still, follow.
     """
     from fedsim.report import facts
 
@@ -58,11 +57,7 @@ def outcome(runs: Sequence[reading.StoredRun]) -> str:
 
 
 def leaderboard(runs: Sequence[reading.StoredRun], format: TableFormat) -> str:
-    """Returns the leaderboard of `runs` as a text that ends in a newline.
-
-    Above a `table`, fitted to the terminal, stands a verdict on each defense. `json` and `csv` are
-    for programs, see `fedsim.report.render`.
-    """
+    """Returns the leaderboard of `runs` as text; a `table` stands below verdicts on defenses."""
     from shutil import get_terminal_size
 
     from fedsim.report import facts, render
@@ -112,9 +107,8 @@ def _answers(judged: Sequence[Judgement], width: int) -> str:
 def exits() -> Iterator[None]:
     """Turns an error of its `with` block that a user can act on into a printed message.
 
-    It then raises `typer.Exit`. Its status is 130 for KeyboardInterrupt, 1 for RunFailed,
-    AttackFailed and OSError, and 2 for any other FedsimError. Other errors, and a BrokenPipeError,
-    pass through.
+    It then raises `typer.Exit` of status 130 for KeyboardInterrupt, 1 for RunFailed, AttackFailed
+    and OSError, and 2 for any other FedsimError. Others, and a BrokenPipeError, pass through.
     """
     try:
         yield

@@ -76,13 +76,9 @@ class _Finder(MetaPathFinder, Loader):
 def read_without_libraries(read: Callable[[], Any], *groups: str) -> Any:
     """Returns the value of `read()`, where possible without importing torch and other `LIBRARIES`.
 
-    A forked process then calls it with empty stand-ins for them. The value comes back through
-    JSON, so that a tuple becomes a list. This process calls `read` itself if a library is imported
-    already, if that process fails, or if a plugin of `groups` does not load there.
-
-    Args:
-        read: Function of plugins' names, docstrings and fields, whose value JSON can hold.
-        groups: Entry-point groups that it reads, such as `fedsim.attacks`.
+    A forked process calls it with empty stand-ins for them, and returns its value through JSON. If
+    a library is imported already, that process fails, or a plugin of the entry-point `groups` does
+    not load there, this process calls `read`.
     """
     # What is imported already costs nothing more.
     if sys.modules.keys() & LIBRARIES:

@@ -30,9 +30,7 @@ def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
 
 
 def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -> Tensor:
-    """Deals the `indices` at random to `bins`, and returns those of bin `step` modulo `bins`.
-
-    There may be none. Each is in one of any `bins` successive steps.
+    """Deals `indices` at random to `bins`, and returns those of bin `step` % `bins`: perhaps none.
 
     Args:
         indices: (n,), the client's examples.
@@ -71,10 +69,7 @@ def of_trial(
 
 
 def distinct(indices: Tensor, images: Tensor) -> Tensor:
-    """Returns the `indices` (n,) into `images` (N, ...) on the CPU, without those of equal images.
-
-    Of equal ones the first is kept; the result is int64, in the given order.
-    """
+    """Returns `indices` (n,) into `images` (on the CPU), of equal images the first, in order."""
     first: dict[int, int] = {}
     for index in indices.tolist():
         # A digest stands for the image, so that memory does not grow with the pixels.

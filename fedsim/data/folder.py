@@ -155,11 +155,7 @@ class ImageFolder(DataSource):
         return self
 
     def load(self) -> Dataset:
-        """Reads both splits, as images (N, `channels`, H, W) uint8.
-
-        A FedsimError names what is missing, unreadable (unless skipped), of another size, of a
-        class without a training image, or over 8 GiB.
-        """
+        """Reads both splits; a FedsimError if empty, damaged, of several sizes, or over 8 GiB."""
         with open_tree(from_home(self.path)) as tree:
             found = self._find_images(tree)
             kept = {split: self._apply_limit(items) for split, items in found.items()}
@@ -201,10 +197,7 @@ class ImageFolder(DataSource):
         return self._normalize(declared)
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
-        """Returns the image set `dataset`, its mean and std computed anew for `training`.
-
-        Under `normalization: declared` it is returned as it is.
-        """
+        """Returns `dataset`, of images, with new mean and std if `normalization` is `training`."""
         assert isinstance(dataset, Dataset)
         return self._normalize(dataset)
 

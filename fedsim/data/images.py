@@ -40,9 +40,9 @@ def resize(image: Image, width: int, height: int) -> Image:
 
 
 def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[Tensor, Tensor]:
-    """Splits examples with these `labels` (n,) into sorted (train, test) indices, int64.
+    """Returns sorted (train, test) indices into `labels` (n,), by a draw in each class.
 
-    The share `test_fraction` of each class, rounded, is drawn to test on; `name` is the seed.
+    The share `test_fraction` of each class, rounded, is test; `name` is the seed of the draw.
     """
     test = torch.zeros(len(labels), dtype=torch.bool)
     for label in sorted(set(labels.tolist())):
@@ -69,10 +69,7 @@ def split_by_content(
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns each channel's mean, and its standard deviation or 1/255 if that is more.
-
-    `images` (N, C, H, W) uint8 are taken as pixels in [0, 1].
-    """
+    """Returns means and deviations (>= 1/255), in [0, 1], of C channels of (N, C, H, W) uint8."""
     levels = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
     for channel in range(images.shape[1]):
@@ -87,8 +84,7 @@ def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def public_examples(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor]:
     """Returns test images (P, C, H, W) uint8, or rows (P, D) float32, and labels (P,) int64.
 
-    They are all of the test split, or as many as keep P to 10,000 and values to 2^28. Those are
-    drawn by `seed`, and stay in the order of the split.
+    There are at most 10,000 and 2^28 values, drawn by `seed` and in the order of the split.
     """
     images = dataset.test_images
     count = min(_MAX_IMAGES, max(1, _MAX_VALUES // images[0].numel()))

@@ -76,10 +76,7 @@ Texts = Annotated[
 
 
 class CategoryColumn(BaseModel):
-    """A column of categories, as the file writes them.
-
-    A ValidationError of pydantic says that they are fewer than 2, over 1,024, or not distinct.
-    """
+    """A column of categories, as the file writes them; a ValidationError if two are equal."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -88,10 +85,7 @@ class CategoryColumn(BaseModel):
     """Text of each category. A row has one entry per category: +1 for its own, -1 for others."""
 
     def entries(self, values: Tensor) -> dict[str, Tensor]:
-        """Returns `column=category` -> entry (n,) of -1 and +1, for each of the `categories`.
-
-        `values` (n,) are the rows' places, from 0, in `categories`.
-        """
+        """Returns `column=category` -> entry (n,) of -1 and +1; `values` (n,) number categories."""
         return {
             f"{self.name}={category}": 2.0 * (values == number) - 1
             for number, category in enumerate(self.categories)
@@ -149,9 +143,8 @@ class TableSource(DataSource):
             target: The target's name, its n values and its classes.
             client_of: (n,) int64 each row's client, from 0; None if the source does not know.
             private_statistics: Names of what was computed from training rows, which voids claims
-                of privacy; empty if nothing was, None if that is not known (no claim either).
-            split_by_row: Whether a row's split follows from that row alone, or else from a draw
-                within its class.
+                of privacy; empty if nothing was, None if that is not known.
+            split_by_row: Whether a row's split follows from that row alone.
         """
         entries: dict[str, Tensor] = {}
         for i, column in enumerate(columns):
@@ -252,10 +245,7 @@ class TableFile(TableSource):
         return self
 
     def load(self) -> Table:
-        """Reads the table; a FedsimError has line and column of a value that breaks the schema.
-
-        It also says that the file cannot be read, has no rows or lacks a column.
-        """
+        """Reads the table; a FedsimError says what is missing or breaks the schema, and where."""
         features, target, owners = [], [], []
         row: dict[str, str] = {}
         for line, row in self._lines():

@@ -46,10 +46,7 @@ MAX_PIXELS = 1 << 25
 
 
 class UnreadableError(FedsimError):
-    """Raised for an image file that cannot be used.
-
-    Its text is `message`, which names the file; `reason` is why, in words that many files share.
-    """
+    """Raised for an unusable image file; `reason` is why, in words that many files can share."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -143,8 +140,7 @@ class Tree(ABC):
 
         `bits` is the number of bits that a 16-bit picture uses per channel. Without it, 16-bit
         pictures are refused if they are grey, or if they would be nearly black. An UnreadableError
-        names a file that is missing, empty, over 64 MiB or 2^25 pixels, damaged, or of unknown
-        bits.
+        names a file that is missing, empty, too large, damaged, or of unknown bits.
         """
         from PIL import Image, ImageOps, UnidentifiedImageError
 

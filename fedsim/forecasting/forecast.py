@@ -39,20 +39,20 @@ _FACTOR, _MARGIN = 2.0, 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The expected gain of attacks on one kind of update, where the formula tells it."""
+    """The expected gain of attacks on one kind of update, where the formula tells it.
+
+    The attack to begin with is `first_attack`, an installed one by its name.
+    """
 
     stack: str
-    """Name of the defense stack."""
     rounds: tuple[int, ...]
     """Rounds, from 1, whose weights the forecast was computed at."""
     batch_size: int
-    """Number of images in each local step."""
     num_images: int
     """Number of images behind the update, all clients and steps together."""
     indicators: tuple[Indicator, ...]
     estimate: Estimate
     first_attack: str
-    """Name of the installed attack to begin with."""
     beyond: str
     """What `first_attack` does, as a verb phrase, where the formula does not cover it; else empty.
     The formula covers matching gradients and reading a closed form."""
@@ -105,10 +105,9 @@ class Forecast:
         }[self.attackable]
 
     def as_row(self) -> dict[str, Any]:
-        """Returns a row for JSON: fields and properties by name, and those of the `Estimate`.
+        """Returns fields and properties for JSON, but `beyond`; `estimate` is in parts.
 
-        Its `gain` is `matching_gain`, its `images` are `images_computed`, and `ceiling` and
-        `beyond` are left out. `gain`, `band` and `reason` may be None.
+        Its `gain` is `matching_gain`, its `images` are `images_computed`; `ceiling` is left out.
         """
         return {
             "stack": self.stack,
@@ -133,10 +132,7 @@ class Forecast:
 
 
 def band_of(gain: float) -> Band:
-    """Returns (low, high), dB, between which gains were measured where `gain` dB was forecast.
-
-    They are gain / 2 - 2, at least 0, and 2 gain + 2, at most 54.
-    """
+    """Returns the band of a forecast: (gain / 2 - 2, at least 0; 2 gain + 2, at most 54), dB."""
     low = max(0.0, gain / _FACTOR - _MARGIN)
     return low, min(MOST_GAIN + 2 * _MARGIN, gain * _FACTOR + _MARGIN)
 
@@ -156,11 +152,7 @@ def _format_gain(gain: float) -> tuple[str, str]:
 
 
 def forecast(plan: UpdatePlan) -> Forecast:
-    """Forecasts the gain of attacks on `plan` from gradients of its stand-in images.
-
-    Raises:
-        FedsimError: weights are infinite or NaN, or the model cannot be built here.
-    """
+    """Forecasts `plan` from gradients of stand-ins; infinite or NaN weights are a FedsimError."""
     for each in plan.observations:
         for name, weights in each.parameters.items():
             if not torch.isfinite(weights).all():
@@ -219,10 +211,9 @@ _NO_IMAGES = "of an attack that recovers features or labels and no image, none i
 
 
 def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
-    """Returns `forecasts`, at least one, as lines of text up to `width` characters long.
+    """Returns `forecasts`, at least one, as text: gains, indicators of the worst, and a verdict.
 
-    They are a table of all gains (its lines may be longer), then indicators and verdict of the
-    forecast with the largest gain.
+    Lines below the table have up to `width` characters.
     """
     worst = max(forecasts, key=lambda each: each.estimate.gain)
     lines = [f"{'defense':16} {'B':>3} {'images':>6}  {'attackable':10} {'gain dB':>18}  first"]
@@ -272,7 +263,7 @@ class Indicator:
     value: str
     """The value as people read it."""
     number: float | None
-    """The value as a number; None where it is a word. Names and values tell its unit."""
+    """The value as a number; None where it is a word."""
     helps: Advantage
     """Side that the property helps: `attacker`, `client` or `neither`."""
     why: str

@@ -92,16 +92,13 @@ class Disturbance:
 def disturbance(
     plan: UpdatePlan, observation: Observation, model: Classifier, images: Tensor, labels: Tensor
 ) -> Disturbance:
-    """Returns what a plan's stack does to the update of a batch.
-
-    Entries are in the order of `observation.parameters`.
+    """Returns what a plan's stack does to a batch's update, ordered as `observation.parameters`.
 
     Args:
         plan: Plan with the stack, and the training before its defenses.
         observation: An observation of the plan, whose weights the update starts from.
         model: The observation's model; it is set to float32 in place.
-        images: Normalized images (N, C, H, W), of all clients one after another. N is a multiple
-            of the numbers of clients and of their batches.
+        images: Normalized images (N, C, H, W), of all clients one after another.
         labels: (N,) int64 classes of `images`.
     """
     effect, clients = observation.effect, observation.num_clients
@@ -205,10 +202,9 @@ class _Spectrum:
 
 
 class UpdateMap:
-    """Maps normalized images (N, C, H, W) float64 to the clients' mean update: U.
+    """Maps normalized images (N, C, H, W) to the clients' mean update U, all in float64.
 
-    Called with images and their labels (N,) int64, it returns U's m entries as one (m,) float64
-    vector, in the order of `names`, the parameters' names.
+    Called with images and labels (N,) int64, it returns U as a vector (m,) in the order of `names`.
     """
 
     def __init__(
@@ -237,10 +233,9 @@ class UpdateMap:
         self.names = tuple(self._parameters)
 
     def tensors(self, images: Tensor, labels: Tensor, *, differentiable: bool = False) -> Tensors:
-        """Returns the mean update, by name, of clients who split `images` evenly, in order.
+        """Returns the mean update by name of clients with equal shares of `images` (N, C, H, W).
 
-        `labels` are (N,) int64. If `differentiable`, gradients flow back to the images. The numbers
-        of clients and of their batches have to divide N, else a ValueError may come.
+        `labels` are (N,) int64. If `differentiable`, gradients flow back to the images.
         """
 
         def direction(parameters: Tensors, x: Tensor, y: Tensor) -> Tensors:
@@ -260,10 +255,7 @@ class UpdateMap:
         return flat(self.tensors(images, labels), self.names)
 
     def pull_back(self, images: Tensor, labels: Tensor, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns J'v, in the shape of `images`, for each v (m,) float64 of `vectors`.
-
-        J is the derivative of the mean update by the images, and J' its transpose.
-        """
+        """Returns the gradient of U'v by `images`, in their shape, for each v (m,) of `vectors`."""
         at = images.detach().requires_grad_()
         update = flat(self.tensors(at, labels, differentiable=True), self.names)
         return [
@@ -358,8 +350,8 @@ class Estimate:
     """Share of the guess's squared error, 0 to 1, that noise and a limited number of steps leave;
     None where descents stall at the guess."""
     ceiling: float | None
-    """Gain, dB, that noise leaves an attack without a descent; None unless noise is all that is
-    added."""
+    """Gain, dB, that noise leaves an attack without a descent; None unless it is all that is added.
+    """
     closed_form: bool
     """Whether an attack reads the images off without a search."""
     images: int
@@ -369,10 +361,7 @@ class Estimate:
 
 
 def estimate(plan: UpdatePlan) -> Estimate:
-    """Returns the expected gain of the best matching attack on the update of `plan`.
-
-    Weights have to be finite. A FedsimError says that the model cannot be built here.
-    """
+    """Returns the expected gain of the best matching attack on `plan`, whose weights are finite."""
     steps = plan.training.steps if plan.training.batches == "different" else 1
     clients = max(1, min(plan.first.num_clients, MOST_IMAGES // steps))
     # Powers of two; no batch gains more than a smaller one, nor a sum more than one client.

@@ -47,17 +47,15 @@ class StandIns:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """The update that is forecast: its model, its batch and the defenses in front of it."""
+    """The update that is forecast: its model, its batch, the `stack` it passes, what is granted."""
 
     stack_name: str
     observations: tuple[Observation, ...]
     """Observations as an attacker gets them, at least one, by round; `update` may be empty."""
     stack: Stack
-    """Defenses that the update passes."""
     declared: LocalTraining
     """The local training before the stack's training defenses."""
     grant: Grant
-    """What the attacker knows beside the observation."""
     stand_ins: StandIns
 
     @property
@@ -135,11 +133,8 @@ _MOST_STAND_INS = 1024
 def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size, at the weights before any training.
 
-    Stacks are in the scenario's order. `overrides` are settings of the scenario, `key=value` each.
-
-    Raises:
-        FedsimError: the file or its data cannot be read, or it is a sweep, or trains no network of
-            images.
+    `overrides` are settings of the scenario, `key=value` each. A FedsimError says that file or data
+    cannot be read, or are a sweep, or train no network of images.
     """
     scenario = _only(open_document(path, overrides), path)
     dataset = load_dataset(scenario)
@@ -184,11 +179,8 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
 def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size of a run, at recorded weights.
 
-    Up to three rounds are looked at: the first, the last, and one between. If the run's data are
-    not here, stand-ins are synthetic.
-
-    Raises:
-        FedsimError: `folder` is not that of one run, or has no readable recordings of a server.
+    A FedsimError says that `folder` is not that of one run, or has no recordings of a server. If
+    the run's data are not here, stand-ins are synthetic.
     """
     root = Path(folder)
     if not (root / "scenario.yaml").is_file():

@@ -42,6 +42,8 @@ def preflight(
 ) -> Forecast:
     """Tells from a few gradients what attacks on an update of `model` will gain; runs none.
 
+    What does not fit raises a FedsimError.
+
     Args:
         model: At the weights that clients will start from; takes normalized images (B, C, H, W)
             and returns logits (B, K). It is copied and stays as it is.
@@ -62,9 +64,6 @@ def preflight(
             synthetic ones.
         labels: (P,) integer classes of `images`; None without images.
         seed: Seed of the batches and of synthetic images.
-
-    Raises:
-        FedsimError: something does not fit, and the message says what was expected.
     """
     if clients < 1:
         raise FedsimError(f"clients: expected at least 1, got {clients}")
@@ -113,13 +112,8 @@ def preflight_file(
 ) -> list[Forecast]:
     """Forecasts every stack and batch size of a scenario file, or of a run's folder.
 
-    Args:
-        origin: The file or folder.
-        overrides: Settings `key=value` of a scenario file; a run takes none.
-        tell: Function called before each forecast with the numbers done and of all.
-
-    Raises:
-        FedsimError: something cannot be read or forecast, or a run was given overrides.
+    `overrides` are settings `key=value` of the scenario; a run takes none. `tell` is called before
+    each forecast with the numbers done and of all. What does not fit is a FedsimError.
     """
     path = Path(origin)
     if path.is_dir():

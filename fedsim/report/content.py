@@ -103,7 +103,6 @@ class _MatrixCell:
 
     @property
     def metrics(self) -> list[Measured]:
-        """Figures of all metrics that the row has."""
         return metrics_of(self.row)
 
     @property
@@ -125,7 +124,6 @@ class _DefenseLine:
 
     @property
     def tint(self) -> _Tint:
-        """CSS class of the verdict."""
         tints: dict[str, _Tint] = {"rely": "good", "do not rely": "bad"}
         return tints.get(self.verdict.reliance, "some")
 
@@ -169,10 +167,7 @@ class _ScenarioSummary:
 
 
 class Content:
-    """Holds all that pages show of runs, each part worked out when it is first asked for.
-
-    A damaged reconstruction of members is a FedsimError of `sections`; pictures go without.
-    """
+    """Holds all that pages show of runs, each part worked out when it is first asked for."""
 
     def __init__(self, runs: Sequence[StoredRun]) -> None:
         """Shows `runs`, which are not read again."""
@@ -288,10 +283,7 @@ class Content:
 
     @cached_property
     def scenarios(self) -> list[_ScenarioSummary]:
-        """What was run, by scenario name, in the order of the runs.
-
-        Each has `name`, `runs`, `summary` (a sentence), `utility` (its rows) and `again`.
-        """
+        """By scenario: `name`, `runs`, `summary` (a sentence), `utility` (its rows) and `again`."""
         by_name: dict[str, list[StoredRun]] = {}
         for run in self.runs:
             by_name.setdefault(run.name, []).append(run)
@@ -310,8 +302,8 @@ class Content:
     def sections(self) -> list[_ComparisonSection]:
         """What the page shows of each comparison, in the order of the leaderboard.
 
-        Among its fields are `title`, `judged` (the judgement), `lines` (a cell for each row),
-        `columns`, `defenses` (a cell for each column), `warnings` and `figures` (charts).
+        Among its fields are `title`, `judged` (the judgement), `lines` (one for each row),
+        `warnings` and `figures` (charts). A FedsimError says that scores cannot be read.
         """
         order = sorted(range(len(self.rows)), key=lambda at: not self.rows[at].strongest)
         detailed = {self.rows[at].cell for at in order[:_DETAILED]}

@@ -61,10 +61,7 @@ def write_dossier(
 
 
 def dossier_of(runs: Sequence[StoredRun], root: Path) -> str:
-    """Returns the HTML dossier of `runs`, which were read in or below the folder `root`.
-
-    A FedsimError says that a reconstruction cannot be read. Other folders are a ValueError.
-    """
+    """Returns `runs` in or below `root` as an HTML dossier; a damaged answer is a FedsimError."""
     content = Content(runs)
     rows, results = content.rows, content.results
 

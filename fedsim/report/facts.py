@@ -211,10 +211,7 @@ def again(runs: Sequence[StoredRun]) -> Again:
 
 
 def made_with(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns (name, words) of the machine, versions and cost that `record` (record.json) states.
-
-    What it lacks is left out; an empty `record` gives an empty list.
-    """
+    """Returns (name, words) of the machine, versions and costs that `record` (record.json) has."""
     environment = record.get("environment")
     packages = nested(environment, "packages") or {}
     facts = {
@@ -244,7 +241,6 @@ def _megabytes(count: int | None) -> str | None:
 
 
 def _join(values: Iterable[object]) -> str:
-    """Joins the different values."""
     return join(dict.fromkeys(map(str, values)))
 
 
@@ -255,10 +251,7 @@ def _was(values: Iterable[object]) -> str:
 
 
 def runs_of(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """Returns those of `runs` that `rows`, at least one, of one comparison, are from.
-
-    A run of the same scenario and settings without rows yet is among them.
-    """
+    """Returns those of `runs` that `rows` of one comparison are from, or will have more from."""
     cells, scenario = {row.cell for row in rows}, rows[0].scenario
     own = [run for run in runs if any(row.cell in cells for row in run.rows)]
 
@@ -355,10 +348,7 @@ def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
 
 
 def describe(rows: Sequence[UtilityRow]) -> str:
-    """Words each row as a line of its ε, audit, loss and accuracy, joined by newlines.
-
-    A line with its `problem` follows where it has one.
-    """
+    """Returns text: a line on each row's ε, audit, loss and accuracy, one on its `problem`."""
     lines = []
     for row in rows:
         parts = [f"ε {format_claim(row.epsilon, row.delta, row.unit, row.relation)}"]

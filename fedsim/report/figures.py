@@ -16,20 +16,14 @@ from fedsim.words import describe_value
 
 @cache
 def read_texts() -> dict[str, Any]:
-    """Returns every sentence that outputs print, by section of `texts.yaml`.
-
-    All callers get the same object, which is not to be changed.
-    """
+    """Returns every sentence that outputs print, by section of `texts.yaml`; not to be changed."""
     text = paths.text(Path(__file__).with_name("texts.yaml"), paths.TEXT)
     sections: dict[str, Any] = yaml.safe_load(text)
     return sections
 
 
 def format_summary(summary: Summary | None, digits: int = 1) -> str:
-    """Formats mean and interval as `18.2 [16.9, 19.4]`, with `digits` decimals each.
-
-    Without an interval it is the mean alone, and a dash for None.
-    """
+    """Formats mean and interval as `18.2 [16.9, 19.4]`, a lone mean as `18.2`, None as a dash."""
     if summary is None:
         return "–"
     mean = format_number(summary.mean, digits)
@@ -39,10 +33,7 @@ def format_summary(summary: Summary | None, digits: int = 1) -> str:
 
 
 def format_metric(summary: Summary | None, metric: Metric) -> str:
-    """Formats a summary as `metric.shown_as` says: with interval, in percent or as the mean.
-
-    None is a dash.
-    """
+    """Formats a summary as `metric` is shown: interval, percent or mean alone; None as a dash."""
     if metric.shown_as == "interval":
         return format_summary(summary, metric.digits)
     mean = summary.mean if summary else None
@@ -79,10 +70,7 @@ def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
 
 
 def describe_stack(stack: Sequence[dict[str, Any]]) -> str:
-    """Formats a stack as `clip(norm=1.0) → gaussian_noise(multiplier=1.1)`; empty without defenses.
-
-    Each member has the key `name`, and its parameters beside it or below `parameters`.
-    """
+    """Formats members (`name` and parameters) as `clip(norm=1.0) → rounding`; empty if none."""
     members = []
     for member in stack:
         name = str(member.get("name", "?"))

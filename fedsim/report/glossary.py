@@ -67,10 +67,7 @@ def _keep_figures_whole(text: str) -> str:
 
 
 def mark_code(text: str) -> Markup:
-    """Returns `text` as escaped HTML, cut if very long, with text between backticks as code.
-
-    No line breaks between a figure and its unit.
-    """
+    """Returns `text` as escaped HTML, cut if very long, with text between backticks as code."""
     parts = _keep_figures_whole(text).split("`")
     if len(parts) % 2 == 0:
         return escape("`".join(parts))
@@ -81,8 +78,7 @@ def mark_code(text: str) -> Markup:
 def explain_terms(text: str, shown: Collection[str]) -> Markup:
     """Returns `text` as escaped HTML, cut if very long, with terms as buttons that explain them.
 
-    A term is a button where it occurs first. `shown` are the keys (`Term.key`) that the page
-    explains. No line breaks between a figure and its unit.
+    A term is a button where it occurs first. `shown` are the keys (`Term.key`) on the page.
     """
     explained_keys: set[str] = set()
     text, parts, end = _keep_figures_whole(text), [], 0
@@ -151,8 +147,7 @@ def terms_of(
 ) -> list[Term]:
     """Returns the terms that a page about `rows` uses, in the order of `terms`.
 
-    `invalid` says whether nothing follows from a comparison, and `unscored` whether truths are
-    still with the clients.
+    `invalid` says whether a comparison has no answer, and `unscored` whether truths are missing.
     """
     used = {
         "audit": any(row.audited_epsilon is not None for row in rows),

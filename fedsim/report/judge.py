@@ -69,12 +69,11 @@ _CHANCE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """One of a list of things to say, worded by `messages.describe_statement`."""
+    """One of a list of things to say: a message and, by name, the `values` to fill in."""
 
     kind: str
     """Key of `messages.STATEMENTS`, or `untried` and a part of a target, such as `untried rows`."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Name of a field in its message -> the value to fill in."""
 
 
 def _state(kind: str, **values: Any) -> Statement:
@@ -83,10 +82,9 @@ def _state(kind: str, **values: Any) -> Statement:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An attack that failed for one reason, in `count` trials behind the stacks `defenses`."""
+    """An attack, by its label, that failed for one reason in `count` trials behind `defenses`."""
 
     attack: str
-    """Label of the attack."""
     reason: str
     count: int
     n: int
@@ -98,9 +96,11 @@ class Failure:
 class Control:
     """Says whether the attacks work on a comparison's undefended stack.
 
-    An attack that fails without a defense says nothing about defenses. Fields are None without an
-    attack to judge. The `status` is `passed`, `failed`, `broken` (attacks crashed or refused, and
-    no other decides) or `absent` (no undefended stack).
+    An attack that fails without a defense says nothing about defenses. The `status` is `passed`,
+    `failed`, `broken` (attacks crashed or refused, and no other decides) or `absent` (no undefended
+    stack). The smallest `batch_size` alone is judged, by the name of a `metric`. `failures` on the
+    undefended stack are there unless it passed. `is_blind`: the attack does as well with another
+    update. `is_alone`: no stack has a defense. Fields are None without an attack to judge.
     """
 
     comparison: Comparison
@@ -110,7 +110,6 @@ class Control:
     best: LeaderboardRow | None = None
     """The undefended row that decides; None if none of them has what would."""
     metric: str | None = None
-    """Name of the metric that decides."""
     value: float | None = None
     """What the attack reached: its gain over guessing if `metric` is the main target's, else the
     mean of `metric`."""
@@ -120,13 +119,9 @@ class Control:
     """The part of `value` that is due to the update, dB, where that alone falls short of
     `required`; else None."""
     is_blind: bool = False
-    """Whether the attack reached it, and does as well with another update."""
     batch_size: int | None = None
-    """The smallest attacked batch size, which alone is judged; None if `absent`."""
     failures: tuple[Failure, ...] = ()
-    """Failures of attacks on the undefended stack, unless the control passed."""
     is_alone: bool = False
-    """Whether no stack of the comparison has a defense."""
     ended: bool = True
     """Whether the runs have ended: until then nothing follows, whatever the status so far."""
 
@@ -181,59 +176,52 @@ class Verdict:
     """Judges one defense of one comparison, by all attacks on it; `sentence` words it.
 
     The strongest attack was chosen among several, so intervals are Bonferroni's for that number.
-    None is what was not measured.
+    None is what was not measured. The stack called `defense` has the members `stack`, in words.
+    The `finding` is the worst that an attacker gets, and `besides` is what else leaks for certain.
+    There were `trials` attack runs, failed or not, and `attacks` with a gain. `times` counts trials
+    with recognizable pictures, where these are some only. `features` and `certificates` are the
+    attacks that recovered, or certified, most. `reliance` has a `reason`, `cautions` are what else
+    to know, and `untried` is what no attack on the defense tried.
     """
 
     defense: str
-    """Name of the defense stack."""
     stack: str
-    """Its members in words; empty if it is `undefended`."""
     undefended: bool
     level: Level
     """How badly the defense leaks: as `level_of` says, `invalid` where the control did not pass, or
     the part of another target that leaks."""
     finding: Finding
-    """The worst that an attacker gets, such as `recognizable`, `nothing` or `no answer`."""
     besides: tuple[Leaking, ...]
-    """What else leaks for certain, such as `labels`."""
     strongest: LeaderboardRow
     """The attack that the defense is judged by; it may be uninformed, or have failed."""
     gain: Summary | None
     """The attack's gain over guessing in dB; of an uninformed attack, the part that is due to this
     update. None if only features or labels were attacked."""
     trials: int
-    """Number of attack runs, failed or not."""
     attacks: int
-    """Number of attacks that have a gain."""
     is_bounded: bool
     """Whether the interval of `gain` ends below what counts as a leak."""
     leaking: Share | None
     """Trials in which the gain counts as a leak, by the attack with the largest share."""
     times: Times | None
-    """Trials with recognizable pictures, where these are some only; else None."""
     is_rare: bool
     """Whether a single trial or image shows a leak that the means do not."""
     exposed_image: float | None
     """PSNR, dB, of the best image that leaks by itself."""
     features: Shown | None
-    """The attack that recovered features, or what else is judged by its mean error, best."""
     told: Mapping[Leaking, Shown]
     """Part of a target (`labels`, `membership`, ...) -> the attack that told it best, which need
     not beat guessing; parts that no attack tried, or that it was given, are missing."""
     certificates: Shown | None
-    """The attack that certified the most of its answers."""
     may_leak: tuple[Leaking, ...]
     """Parts of targets that an attack told better than guessing on average, certain or not."""
     labels_stand: bool
     """Whether labels that were told are stated, though the finding is `no answer`."""
     costs: Costs
     reliance: Reliance
-    """`rely`, `do not rely` or `not shown`, for the `reason`."""
     reason: Statement
     cautions: tuple[Statement, ...]
-    """What else to know before the verdict is believed."""
     untried: tuple[Statement, ...]
-    """What no attack on the defense tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -618,7 +606,6 @@ def _control_by(basis: Control, rows: Sequence[LeaderboardRow], target: Target) 
 
 
 def _strongest(rows: Sequence[LeaderboardRow]) -> LeaderboardRow:
-    """Returns the row that a defense is judged by."""
     first = max(rows, key=lambda row: row.standing)
     if level_of(first, rows) not in ("undecided", "unseen", "unknown"):
         return first
@@ -765,7 +752,6 @@ def _may_show(row: LeaderboardRow) -> bool:
 
 
 def _besides(rows: Sequence[LeaderboardRow], finding: Finding) -> tuple[Leaking, ...]:
-    """Returns what leaks for certain besides `finding`."""
     if not is_leak(finding):
         return ()
     return tuple(
@@ -981,10 +967,7 @@ def _why_untested(
 
 
 def attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
-    """Returns (attack and parameters as JSON, round, batch size): equal for equal attempts.
-
-    The batch size is None if `summed`, as where a defense shows sums of updates alone.
-    """
+    """Returns the key (attack and parameters as JSON, round, batch size or None if `summed`)."""
     attack = json.dumps(json.loads(row.cell)["attack"], sort_keys=True)
     return attack, row.round, None if summed else row.batch_size
 
@@ -1078,10 +1061,7 @@ def _model_problem(
 
 
 def dump(judged: Judgement) -> dict[str, Any]:
-    """Returns a judgement as values that JSON can hold, with fields by name.
-
-    A row is replaced by six fields that name it, and infinity by the text `inf`.
-    """
+    """Returns a judgement's fields as values for JSON: rows by what names them, infinity `inf`."""
     *where, threat, watcher = judged.comparison
     control: dict[str, Any] = _plain(judged.control)
     return {

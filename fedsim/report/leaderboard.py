@@ -91,9 +91,9 @@ many dB less: guesses of one image exceed their own mean by that at most on the 
 
 
 def over_other(rows: Sequence[ResultRow], name: str) -> list[float | None]:
-    """Returns each row's gain, in the metric `name`, over the attack's answer to another update.
+    """Returns each row's gain in metric `name` over its control; positive where the own leaks more.
 
-    It is positive where the own update leaks more, and None without that control.
+    The control is the same attack's answer to another update; the gain is None without one.
     """
     gain = METRICS[name].gain
     pairs = [(value_of(row.metrics, name), value_of(row.other_update, name)) for row in rows]
@@ -114,10 +114,7 @@ def count_images(rows: Sequence[ResultRow]) -> int | None:
 
 
 def group_apart(rows: Sequence[ResultRow]) -> list[list[int]]:
-    """Groups the indices of `rows` so that no two groups have an attacked image in common.
-
-    Each group is ascending, and groups are sorted by their first index.
-    """
+    """Groups the indices of `rows` so that no image is in two groups; all in ascending order."""
     groups: list[tuple[set[str], list[int]]] = []
     for index, row in enumerate(rows):
         # Each release of a table tosses its own coins on which rows take part.
@@ -141,10 +138,7 @@ def leaderboard_rows(
 
 
 def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[LeaderboardRow]:
-    """Returns the leaderboard of `rows` that are already read, sorted as by `leaderboard_rows`.
-
-    Each measurement has to be there once (`reading.measurements`).
-    """
+    """Returns the leaderboard of `rows`, each measurement once, sorted as `leaderboard_rows` is."""
     groups: dict[str, list[ResultRow]] = {}
     for row in rows:
         groups.setdefault(row.cell, []).append(row)
@@ -473,8 +467,7 @@ def accuracy_of(
 ) -> Accuracy | None:
     """Returns the mean test accuracy over runs, with the interval of the smallest test set.
 
-    `evaluated` has one entry for each run. The result is None if nothing was tested, or a run does
-    not state size and chance of its test set.
+    The result is None if nothing was tested, or a run does not say what it was tested on.
     """
     measured = [u for u in evaluated if u.test_accuracy is not None]
     sizes = [

@@ -132,10 +132,7 @@ def brief(verdict: Verdict) -> str:
 
 
 def grounds(verdict: Verdict) -> list[tuple[str, str]]:
-    """Returns (name, words) of what stands behind `brief`, each where there is something to say.
-
-    Names are `Shown by`, `It knows` (certificates), `It costs` and `It promises` (the ε).
-    """
+    """Returns (name, words) of evidence, certificates, costs and ε behind `brief`, where known."""
     # A certificate needs no control: the attacker has it before anybody scores.
     knows = ("It knows", _describe_certificates(verdict.certificates))
     if verdict.finding == "no answer":
@@ -201,10 +198,7 @@ def _reason(verdict: Verdict) -> str:
 
 
 def describe_cautions(judged: Verdict | Judgement) -> list[str]:
-    """Words, in a sentence each, what to know before a verdict is believed.
-
-    Those of a judgement are the sentences that all its verdicts share.
-    """
+    """Words, in a sentence each, what to know before a verdict, or all of `judged`, is believed."""
     if isinstance(judged, Judgement):
         first, *others = map(describe_cautions, judged.verdicts)
         return [text for text in first if all(text in other for other in others)]
@@ -213,10 +207,7 @@ def describe_cautions(judged: Verdict | Judgement) -> list[str]:
 
 
 def describe_untried(judged: Verdict | Judgement) -> list[str]:
-    """Names, in a clause each, what no attack tried on a verdict's defense.
-
-    Those of a judgement are what was tried on none of its defenses.
-    """
+    """Names what no attack tried on a verdict's defense, or on any defense of a judgement."""
     return [describe_statement(each) for each in judged.untried]
 
 
@@ -540,10 +531,7 @@ def invalid_reasons(rows: Sequence[LeaderboardRow], *, unended: bool = True) -> 
 
 
 def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
-    """Returns a line for each problem that weakens the figures of `rows`; empty if none does.
-
-    Problems are models that learned nothing, failed attacks, poor guesses and missing controls.
-    """
+    """Returns a line for each poor model, failed attack, poor guess, missing control of `rows`."""
     groups = by_comparison(rows)
     lines: dict[str, None] = {}
     for comparison, members in groups.items():

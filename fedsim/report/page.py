@@ -48,8 +48,7 @@ def write_page(folders: Iterable[Path | str], path: Path | str) -> Path:
 def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
     """Returns the HTML page of `content`; a `live` page asks its server for newer figures.
 
-    `problem` says why newer figures cannot be read; empty if they can. A FedsimError says that a
-    reconstruction cannot be read.
+    `problem` says why newer figures cannot be read, or is empty. A damaged answer is a FedsimError.
     """
     script = _text("page.js")
     return render(
@@ -63,10 +62,9 @@ def html_of(content: Content, *, live: bool = False, problem: str = "") -> str:
 
 
 def render(template: str, content: Content, **context: object) -> str:
-    """Returns the HTML that a template makes of `content` and `context`, all values escaped.
+    """Returns the HTML, all values escaped, of a Jinja template in fedsim/report (a file's name).
 
-    `template` is a file's name in fedsim/report, as `page.html.j2`. `context` has the template's
-    other variables; a missing one is an UndefinedError of Jinja.
+    `context` has its variables besides `content`; a missing one is an UndefinedError of Jinja.
     """
     keys = [term.key for term in content.terms]
     page = _environment().get_template(template)

@@ -71,10 +71,7 @@ def _grid_of(truth: Tensor, reconstruction: Tensor) -> Tensor:
 
 
 def save_grids(folder: Path) -> int:
-    """Writes a PNG grid beside each reconstruction of images in a run's folder.
-
-    Returns their number. A damaged file is a FedsimError, as are those of `save_grid`.
-    """
+    """Writes `save_grid` beside each reconstruction of images in a run; returns their number."""
     count = 0
     for path in files_of(folder, "reconstructions/*/*/*/*.safetensors"):
         tensors = read_tensors(path)
@@ -134,10 +131,7 @@ class Plate:
     problem: str = ""
 
     def grid(self) -> Tensor:
-        """Returns one (H, W, C) uint8 image: truths above, their reconstructions below them.
-
-        Without any `pairs` it raises a ValueError.
-        """
+        """Returns a (H, W, C) uint8 image of one or more `pairs`: truths above, answers below."""
         truths, images = zip(*(pair.pixels for pair in self.pairs), strict=True)
         return _grid_of(torch.stack(truths), torch.stack(images))
 

@@ -67,43 +67,38 @@ class LeaderboardRow:
 
     None is what no trial states, and what does not apply. `n` counts trials, `n_ok` those with an
     answer, `images` the different images in them, and `failures` the others by reason. A failed
-    trial counts as its guess. `variant` is the sweep's assignment in words, empty without one, and
-    `folders` are those of the runs. The stack called `defense` has the members `stack`, in words;
-    `undefended` says that it has none. The `attack` is named by its label.
+    trial counts as its guess. `cell` is that of its `ResultRow`s, `variant` the sweep's assignment
+    in words (empty without one), and `folders` are those of the runs. A learner without a model
+    stands for `model`; `subject` is `images` or `rows`. The stack `defense` has the members `stack`
+    in words, or is `undefended`. The `attack` is named by its label.
 
     `metrics`, `worst` and `baseline` have every metric by name: its mean, the value of the trial or
     image that leaked most, and the guess's mean. `leaking` counts trials whose gain due to the
     update is a leak, and `recognizable` those of them with a recognizable picture. `exposed_image`
     is the PSNR, dB, of the best image that leaks by itself; `may_expose` says whether a trial or an
-    image shows what chance does not explain.
-
-    The `control` is the other update that the attack was run on, or `no_control` says why none;
-    `uncontrolled` trials lack one where others have it. `ignores_update`: the attack never looks at
-    the update. `unaware`: it was not told of defenses. `masked`: it saw a client's part of a secure
-    sum. `strongest`: it is the first of the informed attacks on its defense.
+    image shows what chance does not explain. The `control` is the other update that the attack was
+    run on, or `no_control` says why none; `uncontrolled` trials lack one where others have it.
+    `ignores_update`: the attack never looks at the update. `unaware`: it was not told of defenses.
+    `masked`: it saw a client's part of a secure sum. `strongest`: it is the first of the informed
+    attacks on its defense.
 
     The guess is learned from `guess_public` images, `guess_public_per_image` for each of its own,
     and `near_copies` attacked images have a near copy among them. Losses are means over runs;
     `diverged` counts trials whose local training more than doubled its loss. `networks` and
-    `clients` count what intervals are of, and `seconds` are the mean of a trial. `ended` says
-    whether the runs have ended and are scored.
-
-    Of all trials' claims, the row has the largest ε and δ, and the terms that all share. An ε of
-    inf has the reason `privacy_reason`. `audited_epsilon` is the largest lower bound by canaries.
-    `membership_p` is the p-value of the claim by members told, corrected for all attempts.
-    `tensor_*` and `limit_*` are as in `TheoryOf`.
+    `clients` count what intervals are of; `seconds` are a trial's mean. `ended`: the runs have
+    ended and are scored. The row has the largest ε and δ of all trials' claims, and the terms that
+    all share. An ε of inf has the reason `privacy_reason`. `audited_epsilon` is the largest lower
+    bound by canaries, and `membership_p` the p-value of the claim by members told, corrected for
+    all attempts. `tensor_*` and `limit_*` are as in `TheoryOf`.
     """
 
     cell: str
-    """`ResultRow.cell` of its trials."""
     scenario: str
     variant: str
     folders: tuple[str, ...]
     dataset: str
     model: str
-    """Name of the model, or of the learner if it trains no model."""
     subject: str
-    """Part of the target that attacks on what was observed are after: `images` or `rows`."""
     defense: str
     stack: str
     undefended: bool
@@ -187,10 +182,7 @@ class LeaderboardRow:
 
     @property
     def sight(self) -> str:
-        """Name of what is seen: `masked` (part of a secure sum), else the vantage.
-
-        It is empty for the server's vantage.
-        """
+        """What is seen: `masked` (part of a secure sum), or a vantage; empty for the server's."""
         if self.masked:
             return "masked"
         return "" if self.vantage == "server" else self.vantage
@@ -247,7 +239,6 @@ class LeaderboardRow:
         return self._is_uninformed_by(self.ranked_by)
 
     def _is_uninformed_by(self, name: str) -> bool:
-        """Whether the attack is uninformed by metric `name`, as of `is_uninformed`."""
         over = self.above_other(name)
         lost = over is not None and over.certain <= 0 and self.control != "batch"
         return self.ignores_update or (lost and not self.exposed)
@@ -261,17 +252,11 @@ class LeaderboardRow:
         return self.no_control is None and self.control != "batch"
 
     def above_other(self, name: str) -> Summary | None:
-        """Returns the gain in metric `name` over the attack's answer to another update.
-
-        None without that control, and for a metric that ranks no attack.
-        """
+        """Returns the gain over another update in metric `name`; None without, or if none ranks."""
         return self.over_others.get(name) if name in ranking_targets() else None
 
     def above_guess(self, name: str) -> Summary | None:
-        """Returns the gain in metric `name` over the guess; None where none was measured.
-
-        None, too, for metrics that rank no attack, or rank by means alone, as those of features.
-        """
+        """Returns the gain over the guess in `name`, a metric that ranks by gains; else None."""
         target = ranking_targets().get(name)
         return self.gains.get(name) if target and target.ranks_by != "mean" else None
 
@@ -281,10 +266,7 @@ class LeaderboardRow:
 
     @property
     def is_refuted_by_members(self) -> bool:
-        """Whether members told refute the privacy claim, which happens to a true one in 5% at most.
-
-        False without such a test (`membership_p`).
-        """
+        """Whether members told refute the privacy claim at 5%; a claim that holds seldom is."""
         return self.membership_p is not None and self.membership_p <= _REFUTING_LEVEL
 
     @property
@@ -309,7 +291,6 @@ class LeaderboardRow:
         return self._due_by(self.main.ranking.name)
 
     def _due_by(self, name: str) -> Summary | None:
-        """Returns the gain in metric `name` that counts, as `due`; None without any."""
         return (self.own_gains if self.is_decided else self.gains).get(name)
 
     @property
@@ -318,10 +299,7 @@ class LeaderboardRow:
         return OTHERS.get(self.control, "another update")
 
     def guess_of(self, name: str) -> float:
-        """Returns the guess's mean of metric `name`, or else that of an uninformed answer.
-
-        It is at least 1e-9, so that shares of it stay finite.
-        """
+        """Returns the guess's mean of metric `name`, or an uninformed answer's; at least 1e-9."""
         guess, metric = self.baseline[name], METRICS[name]
         guess = (metric.uninformed or 0.0) if guess is None else guess
         return max(guess, _ROUNDING)
@@ -410,10 +388,7 @@ class LeaderboardRow:
 
 
 def population_of(rows: Sequence[LeaderboardRow]) -> str:
-    """Returns a text that names the networks and clients that the intervals of `rows` are of.
-
-    It is `LeaderboardRow.population` where all rows share one.
-    """
+    """Returns a text that names the networks and clients that the intervals of `rows` are of."""
     populations = {row.population for row in rows}
     return min(populations) if len(populations) == 1 else "of the networks and clients of each line"
 
@@ -438,7 +413,6 @@ class Measured:
     value: str
     """Mean over trials, with its interval where the metric shows one."""
     guess: str
-    """Mean of the guess."""
     above: str
     """Gain over the guess, with its sign and interval; positive where more leaks."""
     above_other: str
@@ -472,10 +446,7 @@ def metrics_of(row: LeaderboardRow) -> list[Measured]:
 
 
 def measure_row(row: LeaderboardRow, name: str) -> Measured:
-    """Returns the figures of metric `name`; dashes, but for the guess, if all trials failed.
-
-    An unknown metric is a KeyError.
-    """
+    """Returns the figures of metric `name`; dashes, but for the guess, if all trials failed."""
     metric, value, guess = METRICS[name], row.metrics.get(name), row.baseline.get(name)
     guess = metric.uninformed if guess is None else guess
     above = _format_gain(paired := row.above_guess(name), metric)

@@ -103,13 +103,10 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folders: Sequence[Path], host: str, port: int, token: str | None) -> None:
-        """Listens at once; `serve_forever` answers.
+        """Listens at once; `serve_forever` answers. `port` 0 stands for any free one.
 
-        Args:
-            folders: Folders of runs, or that hold folders of runs.
-            host: Name or address to listen on.
-            port: Port to listen on; 0 for any free one.
-            token: What a request must have, as `/?token=...`; None only on the loopback interface.
+        `folders` are of runs, or hold folders of runs. `token` is what a request must have, as
+        `/?token=...`; None only on the loopback interface.
 
         Raises:
             FedsimError: a folder is missing, or the host is open to others and there is no token.

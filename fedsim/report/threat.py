@@ -163,10 +163,9 @@ def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = (
 
 
 def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
-    """Returns (verb, words) of what attackers see, know, are granted and never see.
+    """Returns (`Sees`, words), (`Knows`, ...), (`Is granted`, ...) and (`Never sees`, ...).
 
-    `rows` are of one comparison. Verbs are `Sees`, `Knows`, `Is granted` and `Never sees`; without
-    rows the list is empty.
+    They are of the attackers of one comparison's `rows`; without rows the list is empty.
     """
     if not rows:
         return []

@@ -62,18 +62,11 @@ def _made_of_public(members: Sequence[Row], root: Path) -> Path | None:
 def record_public(
     rows: Sequence[Row], root: Path, servers: Mapping[str, Server]
 ) -> list[tuple[str, Path]]:
-    """Records, below `folder_of(root)`, updates of public images in the place of victims' updates.
+    """Records updates of public images for lines of results without another client's update.
 
-    They serve leaderboard lines that attacked a single client of a server or on the wire. Where
-    none can be made, as behind an aggregation, the line is passed over.
-
-    Args:
-        rows: Rows of `results.jsonl`; only those scored count.
-        root: Folder of the run.
-        servers: Stack -> its server.
-
-    Returns:
-        (attack label, the recording's JSON file) of each attack that is still to be run.
+    `rows` are those of the run `root`, and `servers` has one for each stack. The files lie below
+    `folder_of(root)`. The result has (attack label, the recording's JSON file) of each attack that
+    is still to be run. Where no update can be made, there is none.
     """
     asked = []
     for members in _cells(rows):
@@ -135,8 +128,7 @@ def _record(row: Row, root: Path, server: Server) -> bool:
 def add_controls(rows: Sequence[Row], root: Path) -> None:
     """Sets `control` of each scored row of the run `root`: how an answer to another update scores.
 
-    `rows` are those of all its lines, changed in place. A missing or damaged reconstruction is a
-    FedsimError.
+    `rows`, of all its lines, are changed in place. A damaged reconstruction is a FedsimError.
     """
     for members in _cells(rows):
         public = _made_of_public(members, root)

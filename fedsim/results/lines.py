@@ -60,10 +60,9 @@ def _numbers(value: object) -> Iterator[float]:
 
 
 class Metrics(RowPart):
-    """Scores of one reconstruction, built with a metric a keyword, such as `psnr` (dB).
+    """Scores of one reconstruction: `metrics["psnr"]` (dB), or None where that does not apply.
 
-    `metrics[name]` is the value, a mean over the batch, or None where it does not apply. Names that
-    are no metric are dropped.
+    Keywords such as `psnr` set them; names that are no metric are dropped.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -94,19 +93,19 @@ class DefenseOf(RowPart):
 
 
 class AttackOf(RowPart):
-    """Names an attack, and the label that the scenario gave it."""
+    """Names an attack, and the label that the scenario gave it.
+
+    It kept one of `restarts` searches. `blind`: it took the update for undefended. `brought` is
+    knowledge that no grant names, as `public=photos`. `ignores_update`: it never looks at it.
+    """
 
     name: str
     label: str
     restarts: int = 1
-    """Number of searches, from different starts, of which the attack kept one."""
     blind: bool = False
-    """Whether it took the update for undefended."""
     parameters: dict[str, Any] = {}
     brought: tuple[str, ...] = ()
-    """Knowledge of the attack that no grant names, as `public=photos`."""
     ignores_update: bool = False
-    """Whether it never looks at the update."""
 
 
 class ModelOf(RowPart):
@@ -124,16 +123,16 @@ class KnowledgeOf(Grant):
 
 
 class BaselineOf(Metrics):
-    """Scores, as `Metrics`, of the zero-information guess, and what it was learned from."""
+    """Scores of the zero-information guess `name`, such as `mean_image`.
+
+    It was learned from `public` images, `public_per_image` for each of its own. `near_copies`
+    attacked images have a near copy among the public ones.
+    """
 
     name: str | None = None
-    """Kind of guess, such as `mean_image` or `learned_means`."""
     public: int | None = None
-    """Number of public images that it was learned from."""
     public_per_image: float | None = None
-    """Mean number of those for each image of the guess."""
     near_copies: int | None = None
-    """Number of attacked images of which a public one is a near copy."""
     per_image: PerImage = {}
 
 
@@ -142,11 +141,7 @@ ControlKind = Literal["client", "public", "batch", "release"]
 
 
 class ControlOf(RowPart):
-    """Scores of the same attack's answer to another update, against this row's truth.
-
-    That update is `of` another client, of public images, of another batch of the same client, or
-    another release of a table. All is None or empty without one.
-    """
+    """Scores the same attack's answer to another update, `of` that kind; None and empty without."""
 
     other_update: Metrics | None = None
     of: ControlKind | None = None
@@ -171,9 +166,8 @@ class CertificateOf(RowPart):
 class UtilityOf(RowPart):
     """Measures what the defense left of the model, by the last round of its stack.
 
-    Losses are mean cross-entropies; `test_examples` is the size of the test set, and `test_chance`
-    the share of its most frequent class. `local_losses` are those of the recorded images before
-    and after local training. None stands where nothing was measured.
+    The test set has `test_examples`, and `test_chance` is the share of its most frequent class.
+    `local_losses` are those of the recorded images before and after local training.
     """
 
     train_loss: float | None = None
@@ -194,10 +188,7 @@ class UtilityOf(RowPart):
 
 
 class ClaimOf(RowPart):
-    """States the (ε, δ) claimed of the whole stack, with the fields of `PrivacyClaim`.
-
-    An ε of "inf" guarantees nothing, for the `reason` given. None stands where nothing is stated.
-    """
+    """States the (ε, δ) of the whole stack, as `PrivacyClaim`; "inf": nothing, for the `reason`."""
 
     epsilon: float | Literal["inf"] | None = None
     delta: float | None = None
@@ -221,15 +212,12 @@ class PrivacyOf(ClaimOf):
 
 
 class CostOf(RowPart):
-    """States the attack's cost over all restarts; None where it was not measured."""
+    """States wall time, steps and memory of the attack over all restarts; None: not measured."""
 
     seconds: float | None = None
-    """Wall time."""
     iterations: int | None = None
-    """Number of optimization steps; None of an attack without any."""
     iterations_per_second: float | None = None
     peak_memory_bytes: int | None = None
-    """Peak memory of the GPU."""
     bytes_up: int | None = None
     """Mean bytes of a client's message in the attacked round, no probe; None if none answered."""
 
@@ -237,12 +225,12 @@ class CostOf(RowPart):
 class TheoryOf(RowPart):
     """States what theory predicts of the attack, and the most that the privacy claim allows it.
 
-    `tensor_*` are of tensor attacks on features alone: how the error grows up to a constant, an
-    upper bound of it, if the theorem's conditions hold, and which fails. `psnr` (dB) and
-    `feature_cosine` are the largest means that ε and δ allow on a truth drawn from `limit_prior`;
-    `limit_unit` is what ε protects, and `limit_reason` why there is no limit. `membership_*` are
-    the most that ε and δ allow: AUC, and shares of members found at false positive rates of 5%, 1%
-    and 0.1%. `membership_p` is the claim's p-value by these shares.
+    Attack `tensor_features` has `tensor_*`: how its error grows, up to a constant, an upper bound,
+    whether the theorem's conditions hold, and which fails. The largest means that ε and δ allow are
+    `psnr` (dB) and `feature_cosine`, on a truth drawn from `limit_prior`; `limit_unit` is what ε
+    protects, and `limit_reason` why there is no limit. `membership_*` are the most that ε and δ
+    allow: AUC, and shares of members found at 5%, 1% and 0.1% false positives. `membership_p` is
+    the claim's p-value by these shares.
     """
 
     tensor_rate: float | None = None
@@ -264,49 +252,42 @@ class TheoryOf(RowPart):
 class ResultRow(RowPart):
     """Holds a line of `results.jsonl`: one attack on one observed update.
 
-    docs/formats-results.md says more of each field. None stands where one does not apply.
+    `variant` has the swept keys and their values; it is empty without a sweep. `release` has `kind`
+    and `parameters` of what a closed-form learner releases, and `training` the fields of
+    `LocalTraining`. `round` counts from 1; `client` and `trial`, the batch of its probe, from 0.
+    `client` is -1 where clients were combined. `observation` is the recording's id. `status` is
+    `ok`, `failed`, `unscored` (the truth is still elsewhere) or `unseen` (the vantage shows no
+    update), with a `reason` unless it is `ok`. `victims` has a digest of each true image or row, in
+    the order of the truth; so has `per_image`, by metric, the values of those scored. Another
+    attack, `features_by`, told the features; the model's body was cut into `stages`.
+    `simulation_error` is how far the update simulated at the truth is from the recorded one, as a
+    share of its length. None stands where a field does not apply.
     """
 
     scenario: str
-    """Name of the scenario."""
     variant: dict[str, Any] = {}
-    """Swept key -> its value here; empty without a sweep."""
     dataset: str
-    """Name of the data source."""
     model: ModelOf | None = None
     learner: str = "sgd"
-    """Name of the learner plugin."""
     release: dict[str, Any] | None = None
-    """Keys `kind` and `parameters` of what a closed-form learner releases."""
     training: dict[str, Any] = {}
-    """Fields of the client's `LocalTraining`."""
     defense: DefenseOf
     attack: AttackOf
     vantage: str
-    """Who looks: `server`, `aggregate`, `client` or `eavesdropper`."""
     server: Manipulation = "honest"
-    """What the server did to the model: `honest`, `planted` or `modified`."""
     knowledge: KnowledgeOf
     batch_size: int
     round: int
-    """Number of the attacked round, from 1."""
     client: int
-    """Number of the client, from 0; -1 where clients were combined."""
     trial: int
-    """Number, from 0, of the batch that the client was probed with."""
     releases: int = 1
     """Number of releases of the same batch whose mean was attacked."""
     seed: int
-    """Seed of the attack."""
     observation: str | None = None
-    """Id of the recording."""
     status: Status
-    """`ok`, `failed`, `unscored` (truth is still elsewhere) or `unseen` (no update was seen)."""
     reason: str | None = None
-    """Reason of any other status than `ok`."""
     metrics: Metrics | None = None
     victims: list[str] | None = None
-    """Digest of each true image or row, in the order of the truth."""
     baseline: BaselineOf | None = None
     control: ControlOf | None = None
     theory: TheoryOf | None = None
@@ -314,14 +295,10 @@ class ResultRow(RowPart):
     privacy: PrivacyOf | None = None
     cost: CostOf | None = None
     per_image: dict[str, list[float]] | None = None
-    """Metric -> its value for each true image that was scored, in the order of the truth."""
     certificate: CertificateOf | None = None
     features_by: str | None = None
-    """Name of another attack that told the features."""
     stages: int | None = None
-    """Number of stages that the model's body was cut into."""
     simulation_error: float | None = None
-    """Distance of the update simulated at the truth, as a share of the recorded one's length."""
     folder: Path = Path()
     """Folder of the run that the row was read from."""
     ended: bool = True
@@ -329,11 +306,7 @@ class ResultRow(RowPart):
 
     @classmethod
     def of(cls, job: Job, result: Result, **of_run: Any) -> Self:
-        """Builds the line of one attack on one observation.
-
-        `of_run` has the fields that the two do not tell, such as `scenario` and `dataset`. Wrong
-        ones are a ValidationError of pydantic.
-        """
+        """Builds the line of one attack; `of_run` has fields that a job does not tell, by name."""
         seen, plugin = result.observation, job.plugin
         parts = {name: getattr(result, name) for name in _OF_RESULT}
         return cls.model_validate(
@@ -450,43 +423,36 @@ _BESIDE = {"variant", "control", "theory", "utility", "privacy", "cost", "folder
 class RoundRow(RowPart):
     """Holds a line of `rounds.jsonl`: one round, from 1, of the training of stack `defense`.
 
-    Losses are mean cross-entropies. `test_examples` is the size of the test set, and `test_chance`
-    the share of its most frequent class. None stands where nothing is known or evaluated.
+    The clients `participants` sent updates, and `aggregated` of these are in the new model (0: it
+    stayed as it was). The test set has `test_examples`, and `test_chance` is the share of its most
+    frequent class. ε is that of all rounds so far, and `sigma` the σ of rows σ I that each client
+    appends to its table.
+    `failures` has the number of updates left out, by reason, and `details` a line on each;
+    `zero_updates` were aggregated, and `probe_failures` left no recording. `seconds` are wall time.
+    None stands where nothing is known or evaluated.
     """
 
     defense: str
     round: int
     participants: list[int] = []
-    """Clients that were asked to train."""
     aggregated: int | None = None
-    """Number of updates in the new model; with 0 it stayed as it was."""
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None
     test_examples: int | None = None
     test_chance: float | None = None
     epsilon: float | Literal["inf"] | None = None
-    """ε of all rounds up to this one, as in `privacy`."""
     privacy: PrivacyOf | None = None
     sigma: float | None = None
-    """σ where each client appends the rows of σ I to its table, in the unit of the rows."""
     failures: dict[str, int] = {}
-    """Reason -> number of updates left out for it."""
     details: list[str] = []
-    """A line for each failure, at most 20."""
     zero_updates: int = 0
-    """Number of aggregated updates that were zero everywhere."""
     probe_failures: int = 0
-    """Number of probes without a recording."""
     seconds: float | None = None
-    """Wall time."""
 
 
 class AuditRow(RowPart):
-    """Holds a line of `audit.jsonl`: a lower bound of ε by canaries, of the stack `defense`.
-
-    `method` is `two_worlds` or `one_run`. `holds` tells whether the bound is at most the claimed ε.
-    """
+    """Holds a line of `audit.jsonl`: a lower bound of a stack's ε, and if the claim `holds`."""
 
     defense: str
     method: str
@@ -515,10 +481,7 @@ def nested(mapping: Any, *path: str) -> Any:
 
 
 def canonical(value: object) -> str:
-    """Returns `value` as JSON with sorted keys, so that equal values give equal texts.
-
-    What JSON cannot hold is written as its `str`.
-    """
+    """Returns `value` as JSON with sorted keys: equal values give equal texts."""
     return json.dumps(value, sort_keys=True, default=str)
 
 

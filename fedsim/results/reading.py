@@ -45,15 +45,12 @@ _NEVER = ("training.evaluate_every",)
 def differences(
     scenarios: Sequence[Mapping[str, Any]], stated: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns, for each scenario, the settings that tell it apart from the others, in order.
+    """Returns, for each resolved scenario, the settings that tell it apart from the others.
 
     Settings are dotted keys and their values; only those that decide figures count, and the seed is
-    none of them. A stack is compared among the scenarios that have one of its name.
-
-    Args:
-        scenarios: Contents of scenario.yaml, with every default; empty for a run that lost it.
-        stated: Settings, of each scenario, that rows show already, such as those of a sweep. They
-            are left out for all.
+    none of them. A stack is compared among the scenarios that have one of its name. `stated` has,
+    for each scenario, the settings that rows show already, such as those of a sweep; these are left
+    out for all. An empty scenario, of a run that lost its file, has no settings.
     """
     # What rows state already tells the runs apart without being repeated.
     shown = {key for variant in stated for key in variant}
@@ -117,13 +114,10 @@ class StoredRun:
     rounds: list[RoundRow]
     audits: list[AuditRow]
     record: dict[str, Any]
-    """Content of record.json, written at the end of a run; empty without the file."""
+    """Content of record.json; like that of scenario.yaml and plan.json, empty or None without."""
     scenario_text: str | None
-    """Text of scenario.yaml; None without the file."""
     scenario: dict[str, Any]
-    """Content of scenario.yaml, with every default; empty without the file."""
     plan: Plan | None
-    """What the run will have done at its end; None without plan.json."""
     at_work: bool
     """Whether a process was at work in the folder when it was read; False also without locks."""
     apart: dict[str, Any] = field(default_factory=dict)
@@ -195,10 +189,8 @@ class StoredRun:
 def load_runs(folders: Iterable[Path | str]) -> list[StoredRun]:
     """Reads every run in or below `folders`, in order of path, each folder once.
 
-    Runs of one name that differ in settings, data or figures are told apart by `apart`.
-
-    Raises:
-        ReportError: a folder is missing or holds no run, or a file in it is damaged.
+    Runs of one name that differ in settings, data or figures are told apart by `apart`. A
+    ReportError says that a folder is missing or holds no run, or that a file is damaged.
     """
     parents: dict[Path, None] = {}
     for folder in map(Path, folders):
@@ -299,10 +291,7 @@ def _contradictions(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
 
 
 def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun]:
-    """Returns `runs` with paths below `root` in the place of the digests in `apart`.
-
-    A run outside of `root` is a ValueError.
-    """
+    """Returns `runs`, all below `root`, with paths in the place of the digests in `apart`."""
     named = []
     for run in runs:
         digests = [kind for kind in ("recording", "run", "figures") if kind in run.apart]
@@ -312,10 +301,7 @@ def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun
 
 
 def measurements(runs: Iterable[StoredRun]) -> list[ResultRow]:
-    """Returns the rows of `runs`, each measurement once, in the order in which it first comes.
-
-    The row with the largest ε stands for its copies, since the weakest claim is the safe one.
-    """
+    """Returns the rows of `runs`, each measurement once; of copies the one with the largest ε."""
     rows: dict[tuple[str, str, str], ResultRow] = {}
     for run in runs:
         seed = str(run.setting("seed"))
@@ -374,10 +360,7 @@ def _load_plan(folder: Path) -> Plan | None:
 
 
 def fits(row: dict[str, Any], name: str) -> bool:
-    """Returns whether `row` is a valid line of the results, rounds or audit file called `name`.
-
-    Any other name than `results.jsonl`, `rounds.jsonl` or `audit.jsonl` is a KeyError.
-    """
+    """Returns whether `row` is valid in results.jsonl, rounds.jsonl or audit.jsonl, the `name`."""
     kinds: dict[str, type[RowPart]] = {
         RESULTS: ResultRow,
         "rounds.jsonl": RoundRow,

@@ -33,9 +33,7 @@ Row = dict[str, Any]
 def append_line(path: Path, row: Row) -> None:
     """Appends `row` as one JSON line, forced to disk; makes the file's folder.
 
-    Raises:
-        ValueError: `row` holds NaN or infinity.
-        OSError: the file cannot be written.
+    NaN or infinity in it is a ValueError, a file that cannot be written an OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), path.open("ab") as file:
@@ -49,10 +47,8 @@ def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
     """Returns the rows of a JSON-lines file in order, without a last line that a kill cut short.
 
     The list is empty if there is no file. `belongs` says of a row whether the file may hold it, or
-    raises ValueError, KeyError or TypeError; by default every row but an empty one belongs.
-
-    Raises:
-        FedsimError: a line is damaged, or holds a row that does not belong there.
+    raises ValueError, KeyError or TypeError; by default every row but an empty one belongs. A
+    FedsimError says that a line is damaged, or holds a row that does not belong there.
     """
     if not path.exists():
         return []
@@ -80,9 +76,7 @@ def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
 def strict_json(line: bytes | str) -> Any:
     """Returns the value of a JSON text, in which NaN and infinity are refused.
 
-    Raises:
-        ValueError: the text is no JSON, a number is NaN or beyond the largest double, or a string
-            holds half a character.
+    Other text, a number beyond the largest double and half a character are a ValueError.
     """
     text = line if isinstance(line, str) else line.decode()
     value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
@@ -119,10 +113,7 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Removes a last line that a kill cut short, so that the JSON-lines file can be appended to.
-
-    A missing file stays so. If a line is cut and another is damaged, a FedsimError says so.
-    """
+    """Removes a last line that a kill cut short, if there is one, so that more can be appended."""
     if not path.exists():
         return
     with paths.open_regular(path, paths.LINES) as file:
@@ -134,11 +125,7 @@ def drop_torn_line(path: Path) -> None:
 
 
 def environment() -> Row:
-    """Returns versions, commit and hardware for `record.json`; values are None where not known.
-
-    Keys are `python`, `platform`, `processor`, `cores`, `gpu`, `packages` (name -> version) and
-    `commit` (that of fedsim's source tree, with `+` if changed since).
-    """
+    """Returns versions, commit and hardware, by name, for `record.json`; None where not known."""
     import torch
 
     packages = ("fedsim", "torch", "torchvision", "flwr", "numpy", "scipy", "scikit-image", "lpips")
@@ -158,10 +145,7 @@ CONTROL = "control"
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Returns the sorted paths below `folder` that match the glob `pattern`.
-
-    Those in a subfolder `control`, of updates that no client made, are left out.
-    """
+    """Returns the sorted paths below `folder` that match a glob; not those in folder `control`."""
     found = sorted(folder.rglob(pattern))
     return [path for path in found if CONTROL not in path.relative_to(folder).parts]
 
@@ -253,23 +237,19 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 class Plan(BaseModel):
     """Counts what a run, or a variant of a sweep, will have done at its end.
 
-    Values of other types, and other fields, are a ValidationError of pydantic.
+    `variant` has the swept keys and their values. `rounds` are those of all stacks, and `lines`
+    those of the leaderboard. `resumable`: it can be continued after an interrupt.
     """
 
     # Others may have changed the file: values of other kinds are refused.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     scenario: str
-    """Name of the scenario."""
     variant: dict[str, Any]
-    """Swept key -> its value; empty without a sweep."""
     rounds: Count
-    """Number of rounds, of all defense stacks together."""
     attack_runs: Count
     lines: Count
-    """Number of leaderboard lines, in which attack runs are pooled."""
     resumable: bool
-    """Whether the run can be continued after an interrupt."""
     origin: Annotated[str, Field(pattern=r"^$|^[^:]+:.")] = ""
     """Kind and digest of what the run measures, as `data:5f3a...`; runs of two origins are never
     pooled."""
@@ -285,10 +265,7 @@ class Plan(BaseModel):
         resumable: bool = True,
         origin: str = "",
     ) -> Plan:
-        """Returns the plan of a run, with the fields of that name.
-
-        `jobs` are its attacks, each with the observation that it is on.
-        """
+        """Returns the plan, with the fields of that name, of a run that makes each of `jobs`."""
         every = [
             (
                 seen.id.partition("/")[0],

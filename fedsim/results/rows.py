@@ -87,15 +87,16 @@ def _row_noise(server: Server) -> float | None:
 
 @dataclass(frozen=True)
 class Context:
-    """Holds what lines of `results.jsonl` of one run have in common, or share by stack."""
+    """Holds what lines of `results.jsonl` of one run have in common, or share by stack.
+
+    `variant` has the swept keys and values, `rounds` all lines of `rounds.jsonl`, and `servers` the
+    server of each stack, all rounds trained.
+    """
 
     scenario: Scenario
     variant: Mapping[str, Any]
-    """Swept key -> its value; empty without a sweep."""
     servers: Mapping[str, Server]
-    """Stack -> its server, once all rounds are trained."""
     rounds: Sequence[Row]
-    """Lines of `rounds.jsonl`, of all stacks and rounds."""
     audited: Mapping[str, float]
     """Stack -> lower bound of its ε, by canaries; stacks that were not audited are missing."""
 
@@ -149,18 +150,14 @@ def _privacy(claim: PrivacyClaim) -> Row:
 
 
 def key(row: Row) -> Key:
-    """Returns (stack, attack label, observation id), which identifies a result within a run.
-
-    `row` is a line of `results.jsonl`; without these fields it is a KeyError or a TypeError.
-    """
+    """Returns (stack, attack label, observation id): what identifies a result `row` in a run."""
     return row["defense"]["name"], row["attack"]["label"], row["observation"]
 
 
 def order(scenario: Scenario) -> Callable[[Row], tuple[Any, ...]]:
-    """Returns a sort key for lines of `results.jsonl`.
+    """Returns a sort key for results: by the scenario's order of defenses, attacks, vantages.
 
-    It sorts by the scenario's order of defenses, attacks and vantages, then by batch size, round,
-    client and trial. A line of another scenario makes it raise a ValueError.
+    A line of another scenario makes it raise a ValueError.
     """
     stacks = list(scenario.defenses)
     labels = [entry.label or entry.name for entry in scenario.attacks]
