@@ -62,7 +62,7 @@ class BatchDefense(TrainingDefense):
         return direction
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns `before`; no mechanism if it has one, as inputs share an image."""
+        """Returns `before`, or no proof if it has a mechanism: an image is in several inputs."""
         if before.mechanism:
             return Guarantee(reason="an example's image is in several inputs that are clipped")
         return before

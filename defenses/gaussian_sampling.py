@@ -96,7 +96,7 @@ class GaussianSampling(StatisticDefense):
             )
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """Returns the private matrix (n, n) for kernel `value`; FedsimError as `guarantee`."""
+        """Returns a private matrix (n, n) for kernel matrix `value`; FedsimError as `guarantee`."""
         lifted = value + (self.lift or 0.0) * torch.eye(len(value), dtype=value.dtype)
         samples = self.guarantee(release).samples
         return sampled_covariance(square_root(lifted), samples, rng)

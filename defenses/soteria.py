@@ -56,7 +56,7 @@ class Soteria(TrainingDefense):
         return direction
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """Returns `before`; no mechanism if it has one, as images choose the columns."""
+        """Returns `before`, or no proof if it has a mechanism: images choose the columns."""
         if before.mechanism:
             # Zeros that images choose are no post-processing: behind noise they show the choice.
             return Guarantee(reason="soteria prunes by the images, behind the noise: use one alone")

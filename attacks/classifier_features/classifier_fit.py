@@ -246,7 +246,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> ClassifierSolver:
-        """Reads labels, draws starts; AttackFailed if features are not told. See `Attack.init`."""
+        """Reads labels and draws starts; AttackFailed if no features follow. See `Attack.init`."""
         classifier = ClassifierGradient.read(observation)
         classifier.check()
         small = classifier.num_images * len(classifier.weights) <= _MANY

@@ -124,7 +124,7 @@ class GradInversion(IterativeAttack[_Group]):
         return state
 
     def postprocess(self, state: _Group) -> Reconstruction:
-        """Returns images and labels of the batch of least loss, among all seeds and their mean."""
+        """Returns images and labels of least loss, among all seeds and the mean of aligned ones."""
         # The registered mean may be better than any seed, and is judged by the same loss.
         answers = torch.cat([state.images, _consensus(state.images, self.reach)[None]])
         losses = torch.stack([self._fidelity(state, answer)[0] for answer in answers])

@@ -46,7 +46,10 @@ class LossTrajectory(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns scores as `membership` (N,), high for members; AttackFailed of no candidates."""
+        """Returns scores, high for members, as `membership` (N,). See `DirectAttack.reconstruct`.
+
+        An AttackFailed says that there are no candidates.
+        """
         candidates = require_candidates(knowledge)
         asked = candidates.inputs, candidates.labels
         seen = candidates.of_victim(observation)
