@@ -90,8 +90,8 @@ class InvertingGradients(IterativeAttack[_Inversion]):
     """Weight of the variation. The authors' command for CIFAR-10 has 0.0001, which makes worse
     images of the bundled photographs (docs/image-reconstruction.md)."""
     variation: Literal["absolute", "opponents"] = "absolute"
-    """Mean absolute difference of neighbouring pixels; or mean length of the step to the next
-    pixel, of channels and of the differences between channels."""
+    """`absolute`: mean absolute difference of neighbouring pixels. `opponents`: mean length of the
+    step to the next pixel, of channels and of the differences between channels."""
     tensors: ComparedTensors = "all"
     """Tensors of the update that are matched: all, or those of the body, that is, all but the
     classifier's head. A planted head has nearly all of the update's energy."""

@@ -88,7 +88,7 @@ class BestFeatures(FeatureAttack[_Best]):
     """Number of fits over several local steps, as in unrolled_features."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> _Best:
-        """Peels features, chooses a solver; AttackFailed without two layers. See `Attack.init`."""
+        """Peels, and chooses a solver; AttackFailed without a two-layer head. See `Attack.init`."""
         head = HeadGradient.read(observation)
         peeling = _peel(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss

@@ -557,7 +557,7 @@ class HeadFit(FeatureAttack[OutputSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> OutputSolver:
-        """Draws features to start from; AttackFailed without two layers. See `Attack.init`."""
+        """Draws random starts; AttackFailed without a two-layer head. See `Attack.init`."""
         head = HeadGradient.read(observation)
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]

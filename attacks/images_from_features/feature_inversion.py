@@ -128,7 +128,8 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
     total_variation: Annotated[float, Field(ge=0)] = 0.01
     """α_TV: weight of the total variation."""
     variation: Literal["absolute", "chromatic"] = "absolute"
-    """Mean absolute difference of neighbouring pixels, or three times as much of it in color."""
+    """`absolute`: mean absolute difference of neighbouring pixels. `chromatic`: three times as much
+    of it in color."""
     batch_norm: Annotated[float, Field(ge=0)] = 0.001
     """α_BN: weight of the distance of batch norm's inputs from the granted statistics."""
     feature_weight: Annotated[float, Field(ge=0)] = 0.1
