@@ -164,7 +164,8 @@ _UNDEFENDED = "none"
 class AppTraining:
     """Tells how an app's clients train and which defenses they apply; a FedsimError if unknown.
 
-    They answer with `weights`, a `delta` from the server's weights, or a `gradient`.
+    They answer with `weights`, a `delta` from the server's weights, or a `gradient`. A wrong
+    parameter of a defense is a ValidationError of pydantic.
     """
 
     answer: TappedAnswer
@@ -306,7 +307,7 @@ class AppTraining:
     def describe_defense(
         self, training: LocalTraining
     ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
-        """Returns the stack's name (or `none`), its members as told in observations, its effect."""
+        """Returns the stack's name (or `none`), members as `Observation.defense`, and effect."""
         if not self._refs:
             return _UNDEFENDED, (), Effect()
         told = announce_defenses(self._stack, self._refs, training, None)

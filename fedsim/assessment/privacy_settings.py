@@ -55,7 +55,7 @@ class _FoundDefenses:
 
 @dataclass(frozen=True)
 class PrivacySettings:
-    """Privacy settings of one recorded app, as far as its tap and witness found them."""
+    """Privacy settings of one app, which `read_privacy` finds and `describe_privacy` words."""
 
     defenses: _FoundDefenses | None
     """Defenses of the clients; None where it is not known which mods they apply."""
@@ -65,7 +65,7 @@ class PrivacySettings:
     """Number of the last recorded round, which bounds the times that a client took part."""
 
     def describe_privacy(self, each: Picked, training: LocalTraining) -> tuple[Row, list[str]]:
-        """Returns what the defenses guarantee one client against the server, and lines on that.
+        """Returns what defenses guarantee one client, so trained, against the server, and lines.
 
         The first part has the fields of `PrivacyClaim`, with "inf" for an ε of ∞. It is empty where
         neither client nor server adds privacy. A damaged recording is a FedsimError.

@@ -200,7 +200,7 @@ def refuse_unfit(superlink: str, roots: Path | None) -> None:
 def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -> None:
     """Raises `typer.Exit` of status 2, with a printed reason, for a network option of a local run.
 
-    `given` has whether the user gave each option. A run without HOST:PORT `superlink` is local.
+    `given` has, by option, whether the user gave it. A run without HOST:PORT `superlink` is local.
     """
     lonely = [option for option, is_given in given.items() if is_given]
     if superlink is None and lonely:

@@ -105,9 +105,10 @@ class Forecast:
         }[self.attackable]
 
     def as_row(self) -> dict[str, Any]:
-        """Returns fields and properties for JSON, but `beyond`; `estimate` is in parts.
+        """Returns all fields but `beyond`, and all properties, by name, for JSON.
 
-        Its `gain` is `matching_gain`, its `images` are `images_computed`; `ceiling` is left out.
+        Those of `estimate` are among them, its `gain` as `matching_gain`, its `images` as
+        `images_computed`, but not its `ceiling`.
         """
         return {
             "stack": self.stack,

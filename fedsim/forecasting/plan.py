@@ -134,7 +134,7 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
     """Returns a plan for each defense stack and batch size, at the weights before any training.
 
     `overrides` are settings of the scenario, `key=value` each. A FedsimError says that file or data
-    cannot be read, or are a sweep, or train no network of images.
+    cannot be read, that it is a sweep, or that it trains no network of images.
     """
     scenario = _only(open_document(path, overrides), path)
     dataset = load_dataset(scenario)

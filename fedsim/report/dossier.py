@@ -39,11 +39,9 @@ def write_dossier(
     """Writes `dossier.html` of a run, or of a sweep, and returns the paths, the page's first.
 
     `out` is the folder to write to, made if missing, by default `folder`. If `pdf`, an installed
-    browser prints `dossier.pdf`, too. The same run gives the same page, byte for byte.
-
-    Raises:
-        FedsimError: `folder` holds no results, a file in it is damaged, or `pdf` is asked for and
-            no browser is installed, or it prints nothing.
+    browser prints `dossier.pdf`, too. The same run gives the same page, byte for byte. A
+    FedsimError says that `folder` holds no results, that a file in it is damaged, or that no
+    browser is installed for `pdf`, or prints nothing.
     """
     target = Path(out) if out else Path(folder)
     page, printed = target / "dossier.html", target / "dossier.pdf"

@@ -177,11 +177,12 @@ class Verdict:
 
     The strongest attack was chosen among several, so intervals are Bonferroni's for that number.
     None is what was not measured. The stack called `defense` has the members `stack`, in words.
-    The `finding` is the worst that an attacker gets, and `besides` is what else leaks for certain.
-    There were `trials` attack runs, failed or not, and `attacks` with a gain. `times` counts trials
-    with recognizable pictures, where these are some only. `features` and `certificates` are the
-    attacks that recovered, or certified, most. `reliance` has a `reason`, `cautions` are what else
-    to know, and `untried` is what no attack on the defense tried.
+    The `finding` is the worst that an attacker gets, as `recognizable` or `nothing`, and `besides`
+    is what else leaks for certain. There were `trials` attack runs, failed or not, and `attacks`
+    with a gain. `times` counts trials with recognizable pictures, where these are some only.
+    `features` and `certificates` are the attacks that recovered, or certified, most. `reliance` is
+    `rely`, `do not rely` or `not shown`, for the `reason`; `cautions` are what else to know, and
+    `untried` is what no attack on the defense tried.
     """
 
     defense: str
@@ -210,8 +211,8 @@ class Verdict:
     """PSNR, dB, of the best image that leaks by itself."""
     features: Shown | None
     told: Mapping[Leaking, Shown]
-    """Part of a target (`labels`, `membership`, ...) -> the attack that told it best, which need
-    not beat guessing; parts that no attack tried, or that it was given, are missing."""
+    """Part of a target (`labels`, `membership`, ...) -> the attack that told it best, even if no
+    better than guessing. Parts that no attack tried, or that it was given, are missing."""
     certificates: Shown | None
     may_leak: tuple[Leaking, ...]
     """Parts of targets that an attack told better than guessing on average, certain or not."""

@@ -103,12 +103,11 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
     """Returns a line for each thing that leaks more in `after`, or was measured otherwise.
 
     Both are folders of a run, or of a sweep. A mean leaks more beyond the earlier interval (without
-    one, the best trial), or if it grows by as much as counts as a leak. More leaks, too, with a new
-    leak of a trial or an image, more certificates, a larger ε or δ, or an ε of another unit or
-    other neighbours. Other data, settings or parameters under one name, and what is not measured
-    any more, are lines as well. The list is empty if nothing grew.
-
-    A ReportError says that a folder holds no results, or that no attack on a defense is in both.
+    one, the best trial), or if it grows by as much as counts as a leak. So does a new leak of a
+    trial or an image, more certificates, a larger ε or δ, and an ε of another unit or neighbours.
+    Other data, settings or parameters under one name, and what is not measured any more, are lines
+    as well. The list is empty if nothing grew. A ReportError says that a folder holds no results,
+    or that no attack on a defense is in both.
     """
     runs, later = (
         name_by_place(load_runs([before]), before),

@@ -198,7 +198,7 @@ def _reason(verdict: Verdict) -> str:
 
 
 def describe_cautions(judged: Verdict | Judgement) -> list[str]:
-    """Words, in a sentence each, what to know before a verdict, or all of `judged`, is believed."""
+    """Words, in a sentence each, what weakens a verdict, or all verdicts of a judgement alike."""
     if isinstance(judged, Judgement):
         first, *others = map(describe_cautions, judged.verdicts)
         return [text for text in first if all(text in other for other in others)]
@@ -207,7 +207,7 @@ def describe_cautions(judged: Verdict | Judgement) -> list[str]:
 
 
 def describe_untried(judged: Verdict | Judgement) -> list[str]:
-    """Names what no attack tried on a verdict's defense, or on any defense of a judgement."""
+    """Names what no attack tried on a verdict's defense, or on any of a judgement's defenses."""
     return [describe_statement(each) for each in judged.untried]
 
 

@@ -71,7 +71,10 @@ def _grid_of(truth: Tensor, reconstruction: Tensor) -> Tensor:
 
 
 def save_grids(folder: Path) -> int:
-    """Writes `save_grid` beside each reconstruction of images in a run; returns their number."""
+    """Writes a PNG (`save_grid`) beside each reconstruction of images in a run; returns how many.
+
+    A damaged reconstruction is a FedsimError.
+    """
     count = 0
     for path in files_of(folder, "reconstructions/*/*/*/*.safetensors"):
         tensors = read_tensors(path)
@@ -141,8 +144,8 @@ def plates_of(
 ) -> tuple[dict[str, Plate], int]:
     """Returns `LeaderboardRow.cell` -> plate, and the number of plates that have no room.
 
-    All rows of one comparison, batch size and round show the same image first, so that defenses can
-    be compared: the median image of the median trial of their first row. The strongest come first.
+    All rows of one comparison, batch size and round show the same image first: the median image of
+    the median trial of their first row. The strongest get room first, in 2^20 pixels.
     """
     scored = _scored_trials(runs)
     victims: dict[tuple[object, ...], str | None] = {}

@@ -232,9 +232,9 @@ class LeaderboardRow:
     def is_uninformed(self) -> bool:
         """Whether the attack does no better on this update than on another one.
 
-        The lower end of the interval of the metric that ranks the attack decides. A trial that no
-        attack gains by chance proves that the attack reads the update. Without a control it is
-        False, unless the attack `ignores_update`.
+        The lower end of the interval of the metric that ranks the attack decides. It is False if a
+        trial or image certainly leaked (`exposed`), and without a control. It is True if the attack
+        `ignores_update`.
         """
         return self._is_uninformed_by(self.ranked_by)
 
@@ -252,7 +252,7 @@ class LeaderboardRow:
         return self.no_control is None and self.control != "batch"
 
     def above_other(self, name: str) -> Summary | None:
-        """Returns the gain over another update in metric `name`; None without, or if none ranks."""
+        """Returns the gain over another update in `name`, if that is a ranking metric; or None."""
         return self.over_others.get(name) if name in ranking_targets() else None
 
     def above_guess(self, name: str) -> Summary | None:
@@ -266,7 +266,7 @@ class LeaderboardRow:
 
     @property
     def is_refuted_by_members(self) -> bool:
-        """Whether members told refute the privacy claim at 5%; a claim that holds seldom is."""
+        """Whether members told refute the privacy claim, at a level of 5% (`membership_p`)."""
         return self.membership_p is not None and self.membership_p <= _REFUTING_LEVEL
 
     @property
@@ -285,8 +285,8 @@ class LeaderboardRow:
     def due(self) -> Summary | None:
         """Gain that counts, in the metric that ranks `main`: of pictures PSNR, in dB; None without.
 
-        Where a control can tell (`is_decided`), it is the lesser of the gains over the guess and
-        over another update. Else it is that over the guess.
+        It is the lesser of the gains over the guess and over another update, where a control can
+        tell (`is_decided`). Else it is that over the guess.
         """
         return self._due_by(self.main.ranking.name)
 
@@ -345,9 +345,9 @@ class LeaderboardRow:
     def strength_by(self, name: str) -> float:
         """Returns the value that ranks the attack by metric `name`: the larger, the stronger.
 
-        Images are ranked by the gain due to this update, features by the share of their span that
-        was recovered, labels and members by the gain over the guess. The value is -inf without an
-        answer. A metric that ranks no attack is a KeyError.
+        Images are ranked by the gain due to this update, labels and members by that over the guess.
+        Features are ranked by the share of their span that was recovered. The value is -inf without
+        an answer. A metric that ranks no attack is a KeyError.
         """
         target = ranking_targets()[name]
         uninformed = target.ranking.uninformed

@@ -106,11 +106,8 @@ class PageServer(ThreadingHTTPServer):
         """Listens at once; `serve_forever` answers. `port` 0 stands for any free one.
 
         `folders` are of runs, or hold folders of runs. `token` is what a request must have, as
-        `/?token=...`; None only on the loopback interface.
-
-        Raises:
-            FedsimError: a folder is missing, or the host is open to others and there is no token.
-            RunFailed: the address is taken, or is none of this machine's.
+        `/?token=...`; None only on the loopback interface. A FedsimError says that a folder or that
+        token is missing, a RunFailed that the address is taken, or is none of this machine's.
         """
         for folder in folders:
             if not folder.is_dir():
@@ -158,16 +155,15 @@ def serve(
 ) -> None:
     """Serves the page over HTTP until a KeyboardInterrupt, which it passes on.
 
+    A FedsimError says that a folder is missing, a RunFailed that the address is taken, or is none
+    of this machine's.
+
     Args:
         folders: Folders of runs, or that hold folders of runs.
         host: Name or address to listen on; off the loopback interface a token is needed.
         port: Port to listen on; 0 for any free one.
         demand_token: Whether a token is needed on the loopback interface, too.
         on_ready: Function that is called with the server once it listens.
-
-    Raises:
-        FedsimError: a folder is missing.
-        RunFailed: the address is taken, or is not one of this machine.
     """
     needed = demand_token or not is_loopback(host)
     token = secrets.token_urlsafe(24) if needed else None

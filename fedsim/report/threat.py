@@ -41,7 +41,7 @@ class ThreatModel:
     """What the server did to the model: 0 nothing, 1 it `planted` weights, 2 it put a module in
     (`modified`)."""
     beyond: tuple[str, ...] = ()
-    """What it had that no honest server has by itself, as `labels=known`, or brought along."""
+    """What it had that no honest server has by itself: `labels=known`, or brought as `own ...`."""
     within: tuple[str, ...] = ()
     """What it had within that of an honest server, where it is other than the default."""
 
@@ -147,7 +147,7 @@ def describe_attacker(threat: ThreatModel, vantage: str, *, masked: bool) -> str
 def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = ()) -> str:
     """Returns a comparison's name, as `quickstart (training.mode=eval), faces, convnet`.
 
-    Threat model and vantage follow unless they are the honest server's. That is named, too, if the
+    Threat model and vantage follow unless they are the honest server's. It is named, too, if the
     comparison is shown `beside` one of another threat model.
     """
     scenario, variant, dataset, model, threat, watcher = comparison

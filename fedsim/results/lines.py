@@ -141,7 +141,10 @@ ControlKind = Literal["client", "public", "batch", "release"]
 
 
 class ControlOf(RowPart):
-    """Scores the same attack's answer to another update, `of` that kind; None and empty without."""
+    """Scores of the same attack's answer to another update; None and empty without one.
+
+    It is `of` another `client`, `public` images, another `batch` of the client, or `release`.
+    """
 
     other_update: Metrics | None = None
     of: ControlKind | None = None
@@ -167,7 +170,7 @@ class UtilityOf(RowPart):
     """Measures what the defense left of the model, by the last round of its stack.
 
     The test set has `test_examples`, and `test_chance` is the share of its most frequent class.
-    `local_losses` are those of the recorded images before and after local training.
+    `local_losses` are of the recorded images before and after local training. None: not measured.
     """
 
     train_loss: float | None = None
@@ -258,8 +261,8 @@ class ResultRow(RowPart):
     `client` is -1 where clients were combined. `observation` is the recording's id. `status` is
     `ok`, `failed`, `unscored` (the truth is still elsewhere) or `unseen` (the vantage shows no
     update), with a `reason` unless it is `ok`. `victims` has a digest of each true image or row, in
-    the order of the truth; so has `per_image`, by metric, the values of those scored. Another
-    attack, `features_by`, told the features; the model's body was cut into `stages`.
+    the order of the truth; `per_image` has, by metric, the values of those scored. Another attack,
+    `features_by`, told the features; the model's body was cut into `stages`.
     `simulation_error` is how far the update simulated at the truth is from the recorded one, as a
     share of its length. None stands where a field does not apply.
     """
@@ -423,13 +426,12 @@ _BESIDE = {"variant", "control", "theory", "utility", "privacy", "cost", "folder
 class RoundRow(RowPart):
     """Holds a line of `rounds.jsonl`: one round, from 1, of the training of stack `defense`.
 
-    The clients `participants` sent updates, and `aggregated` of these are in the new model (0: it
+    The clients `participants` were asked, and `aggregated` updates are in the new model (0: it
     stayed as it was). The test set has `test_examples`, and `test_chance` is the share of its most
     frequent class. ε is that of all rounds so far, and `sigma` the σ of rows σ I that each client
-    appends to its table.
-    `failures` has the number of updates left out, by reason, and `details` a line on each;
-    `zero_updates` were aggregated, and `probe_failures` left no recording. `seconds` are wall time.
-    None stands where nothing is known or evaluated.
+    appends to its table. `failures` has the number of updates left out, by reason, and `details` a
+    line on each. `zero_updates` of the aggregated were zero everywhere, and `probe_failures` left
+    no recording. `seconds` are wall time. None stands where nothing is known or evaluated.
     """
 
     defense: str
@@ -481,7 +483,7 @@ def nested(mapping: Any, *path: str) -> Any:
 
 
 def canonical(value: object) -> str:
-    """Returns `value` as JSON with sorted keys: equal values give equal texts."""
+    """Returns `value` as JSON with sorted keys, other types as `str`: equal values, equal texts."""
     return json.dumps(value, sort_keys=True, default=str)
 
 

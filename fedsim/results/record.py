@@ -113,7 +113,7 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Removes a last line that a kill cut short, if there is one, so that more can be appended."""
+    """Removes a last line that a kill cut short; a FedsimError if another line is damaged then."""
     if not path.exists():
         return
     with paths.open_regular(path, paths.LINES) as file:
@@ -145,7 +145,7 @@ CONTROL = "control"
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Returns the sorted paths below `folder` that match a glob; not those in folder `control`."""
+    """Returns sorted paths below `folder` that match a glob, but none in a folder `control`."""
     found = sorted(folder.rglob(pattern))
     return [path for path in found if CONTROL not in path.relative_to(folder).parts]
 
