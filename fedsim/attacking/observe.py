@@ -76,7 +76,8 @@ def observe(
             `different` (default) or `same` in each step.
         mode: Mode of the client's layers while it trained: `train` or `eval`.
         head: Name of the linear layer that classifies, where it is not the last one.
-        buffers: New batch-norm buffers that the client sent beside the update, by their names.
+        buffers: New batch-norm buffers that the client sent beside the update, by their names;
+            None: those that `update` has, if any.
         seed: Seed of attacks.
 
     Raises:

@@ -58,7 +58,7 @@ class Workers:
     """Starts the processes of an attack stage at its first jobs; they end with its `with` block."""
 
     def __init__(self, count: int) -> None:
-        """Prepares `count` >= 1 processes that attack, and a quarter as many that score."""
+        """Prepares `count` >= 1 processes that attack, and one that scores for every four."""
         self.count = count
         self._running = ExitStack()
         self._attackers: Executor | None = None

@@ -66,7 +66,7 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
 
     @abstractmethod
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns a case of `size` images or clients, with the required or `most` knowledge."""
+        """Returns a case of `size` images or clients; `most` grants all, else what is required."""
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
         """Asserts an answer without gradients, and a finite loss; a suite adds shape and range."""
@@ -161,7 +161,7 @@ class AttackContract(AnyAttackContract):
     """Parameters of that model."""
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the update of a batch of `size` images, and the required or `most` knowledge."""
+        """Returns the update of `size` images; `most` grants all, else what the attack requires."""
         observation, truth = self._observe(*example_batch(size))
         return self._hand_over(observation, truth, most, size)
 

@@ -218,8 +218,8 @@ def make_observation(
         weights: Parameters and buffers to start from; None: fresh ones.
 
     Raises:
-        ValueError: the number of images is not what the training needs, or several clients' updates
-            are not combined.
+        ValueError: the number of images is not what the training needs, several clients' updates
+            are not combined, or a plugin refuses a parameter.
         FedsimError: a plugin is unknown, or the defenses do not fit.
     """
     refs = [reference(member) for member in defense]
@@ -363,7 +363,7 @@ def make_release(
         learner: Name of a registered closed-form learner.
         parameters: Parameters of the learner; None: its defaults.
         defense: Defenses as a scenario lists them, `name` and parameters each.
-        num_clients: Number of clients; several without an aggregation defense are a ValueError.
+        num_clients: Number of clients; several need an aggregation defense to combine them.
         intercept: Whether the last feature is the constant 1.
         classes: Classes of a target that is -1 or +1; None for a quantity.
         row_norm: Bound on the L2 norm of a row; None: sqrt(d + 1).
@@ -371,6 +371,7 @@ def make_release(
 
     Raises:
         FedsimError: a plugin is unknown, or learner and defenses do not fit.
+        ValueError: several clients are not combined, or a plugin refuses a parameter.
     """
     stack = build_stack([reference(member) for member in defense])
     if num_clients > 1 and stack.aggregation is None:
@@ -406,8 +407,6 @@ def make_kernel_release(
 ) -> tuple[Observation, RowTruth]:
     """Returns what a server sees of a kernel regression of images, and the truth.
 
-    A FedsimError says that the learner's parameters or the defenses do not fit.
-
     Args:
         images: (N, C, H, W) uint8, by client; each has as many.
         labels: (N,) int64.
@@ -416,6 +415,10 @@ def make_kernel_release(
         defense: Defenses as a scenario lists them, `name` and parameters each.
         num_clients: Number of clients; without an aggregation defense only the first one is seen.
         seed: Seed of the random matrices and the defenses' noise.
+
+    Raises:
+        FedsimError: a plugin is unknown, or learner and defenses do not fit.
+        ValueError: a plugin refuses a parameter.
     """
     stack = build_stack([reference(member) for member in defense])
     channels = images.shape[1]
