@@ -131,12 +131,12 @@ class _GaussianSamplingCalibration(_Neighbours, Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SamplingRelease(CurveMechanism):
-    """Draws of N(0, K), K differing from any neighbour's in two eigenvalues: see the base class."""
+    """Draws of N(0, K), whose δ `wishart.log_delta_of` computes: see the base class."""
 
     samples: int
     """Number of draws, from 0."""
     eigenvalues: tuple[tuple[float, float], ...]
-    """Rows (λ+, λ-), bounds of how far these are above and below 1, as `kernel_distance` has."""
+    """Rows (λ+, λ-) of `wishart.log_delta_of`, at least 0, as `kernel_distance` computes them."""
     accountant: str = "exact Gaussian sampling"
 
     def log_delta(self, epsilons: Array) -> Array:
