@@ -38,7 +38,7 @@ class AttackState:
     """Base of the states of attacks, to which each attack adds fields of its own.
 
     `solve` reads both fields for its progress display. `iteration` counts the steps made: each
-    `step` that does not end the attack has to raise it.
+    `step` that does not end the attack has to increase it.
     """
 
     iteration: int = 0

@@ -65,7 +65,7 @@ class DataDefense(Plugin):
 
     @abstractmethod
     def sigma(self, release: Release) -> float:
-        """Returns σ >= 0: a client appends rows σ I to its own. A FedsimError if none fits them."""
+        """Returns σ >= 0 of the rows σ I that a client appends; a FedsimError if none fits."""
 
     @abstractmethod
     def guarantee(self, release: Release) -> Guarantee:
@@ -212,10 +212,10 @@ class TrainingDefense(Plugin):
         return None
 
     def with_noise(self, multiplier: float) -> TrainingDefense:
-        """Returns a copy whose noise has a deviation of `multiplier` times the clipping bound.
+        """Returns a copy of the same `target`, with noise of this `multiplier`.
 
-        Its `target` stays. A defense with one overrides this: the default raises a
-        NotImplementedError.
+        Its standard deviation is `multiplier` times the clipping bound. A defense with a target
+        overrides this: the default raises a NotImplementedError.
         """
         raise NotImplementedError(f"{type(self).__name__} has a target and takes no noise")
 

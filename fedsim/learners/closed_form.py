@@ -196,7 +196,7 @@ class Sketch(Learner):
         return "sketch"
 
     def start(self, problem: Problem) -> Computation:
-        """Binds it to one federation; a FedsimError if the target has more than two classes."""
+        """Binds the learner to a federation; a FedsimError if a target has over two classes."""
         return _Sketching(problem, "sketch", self.columns)
 
 

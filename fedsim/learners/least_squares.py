@@ -60,7 +60,7 @@ class LeastSquares(Learner):
         return _KINDS[self.method]
 
     def start(self, problem: Problem) -> Computation:
-        """Binds it to one federation; a FedsimError for too few columns, or over two classes."""
+        """Binds the learner; a FedsimError if columns are too few, or classes more than two."""
         return _LinearRegression(problem, self.method, self.columns or 0)
 
 

@@ -327,7 +327,7 @@ def _observe(
 
 
 def reference(plugin: Mapping[str, Any]) -> PluginRef:
-    """Returns a mapping of `name` and parameters as the plugin that a scenario names."""
+    """Returns the plugin that a scenario names by `name` and, beside it, the parameters."""
     parameters = {key: value for key, value in plugin.items() if key != "name"}
     return PluginRef(name=plugin["name"], parameters=parameters)
 
