@@ -65,10 +65,11 @@ class PrivacySettings:
     """Number of the last recorded round, which bounds the times that a client took part."""
 
     def describe_privacy(self, each: Picked, training: LocalTraining) -> tuple[Row, list[str]]:
-        """Returns what defenses guarantee one client, so trained, against the server, and lines.
+        """Returns what defenses guarantee one client against the server, and report lines on it.
 
         The first part has the fields of `PrivacyClaim`, with "inf" for an ε of ∞. It is empty where
-        neither client nor server adds privacy. A damaged recording is a FedsimError.
+        neither client nor server adds privacy. `training` is the client's local training. A damaged
+        recording is a FedsimError.
         """
         found, lines = self.defenses, []
         privacy: Row = {}

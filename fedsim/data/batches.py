@@ -22,7 +22,7 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
 
 
 def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """Draws each of `indices` (n,), n > 0, singly with chance `batch_size` / n: perhaps none."""
+    """Draws each of `indices` (n,), n > 0, by itself at rate `batch_size` / n: perhaps none."""
     # In double precision, as the rate is: a float32 draw is a multiple of 2^-24 and would round the
     # rate that the accountant takes.
     drawn = torch.rand(len(indices), generator=rng, dtype=torch.float64)

@@ -28,7 +28,7 @@ _CROP, _GRID, _KEPT = 32, 7, 40
 class Faces(DataSource):
     """200 grey photographs, 100 of faces and 100 of other things (labels 0 and 1).
 
-    25x25 pixels, enlarged to 32x32 by default. 160 train, 40 test.
+    They have 25x25 pixels, enlarged to 32x32 by default; 160 are to train on, 40 to test on.
     """
 
     paper: ClassVar[str] = (
@@ -73,9 +73,9 @@ class Digits(DataSource):
 class Photos(DataSource):
     """320 colour crops of 32x32 pixels from eight photographs; the class is the photograph.
 
-    Each photograph is reduced until its shorter side is seven crops long and cut into a grid of
-    crops that do not overlap, of which the 40 with the most contrast are kept (so, no empty sky).
-    256 train, 64 test.
+    Each photograph is reduced until its shorter side is seven crops long, and cut into a grid of
+    crops. The 40 with the most contrast are kept (so, no empty sky); 256 of all are to train on, 64
+    to test on.
     """
 
     paper: ClassVar[str] = (

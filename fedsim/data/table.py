@@ -76,7 +76,7 @@ Texts = Annotated[
 
 
 class CategoryColumn(BaseModel):
-    """A column of categories, as the file writes them; a ValidationError if two are equal."""
+    """A column of 2 to 1,024 different categories, as a file writes them; else ValidationError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -112,9 +112,9 @@ class TableSource(DataSource):
     """A table: features and a target, each scaled to [-1, 1] by its declared range.
 
     A constant feature 1 comes last among the features (`intercept`). A training row (features and
-    target) whose L2 norm exceeds `row_norm` is multiplied by row_norm / norm, so that it keeps its
-    direction; test rows are left as they are. The test split has a fifth of the rows of each class.
-    In a table from a file, each row goes there by itself, with that chance.
+    target) longer than `row_norm` in the L2 norm is scaled down to it, and keeps its direction.
+    Test rows are left as they are. The test split has a fifth of the rows of each class; each row
+    of a file goes there by itself, with that chance.
     """
 
     row_norm: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -224,7 +224,7 @@ class TableFile(TableSource):
 
     Instead of a range, a column may have categories. Columns that the schema does not name are left
     out. A value that is missing, no finite number or no declared category is refused with its line
-    and column; one beyond its range is set to the range's end.
+    and column. One beyond its range is set to the range's end.
     """
 
     path: str

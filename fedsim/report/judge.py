@@ -842,7 +842,7 @@ def _costs(
 
 
 def missing_terms(row: LeaderboardRow) -> tuple[str, ...]:
-    """Returns those of `delta`, `unit` and `relation` that the row lacks to read its ε."""
+    """Returns which of `delta`, `unit`, `relation` the row lacks to read its ε; empty if none."""
     terms = {"delta": row.delta, "unit": row.unit, "relation": row.relation}
     return tuple(name for name, value in terms.items() if value is None)
 

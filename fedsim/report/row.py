@@ -83,13 +83,13 @@ class LeaderboardRow:
     attacks on its defense.
 
     The guess is learned from `guess_public` images, `guess_public_per_image` for each of its own,
-    and `near_copies` attacked images have a near copy among them. Losses are means over runs;
-    `diverged` counts trials whose local training more than doubled its loss. `networks` and
-    `clients` count what intervals are of; `seconds` are a trial's mean. `ended`: the runs have
-    ended and are scored. The row has the largest ε and δ of all trials' claims, and the terms that
-    all share. An ε of inf has the reason `privacy_reason`. `audited_epsilon` is the largest lower
-    bound by canaries, and `membership_p` the p-value of the claim by members told, corrected for
-    all attempts. `tensor_*` and `limit_*` are as in `TheoryOf`.
+    and `near_copies` attacked images have a near copy among them. Losses and accuracy (in [0, 1])
+    are means over runs; `diverged` counts trials whose local training more than doubled its loss.
+    `networks` and `clients` count what intervals are of; `seconds` are a trial's mean. `ended`: the
+    runs have ended and are scored. The row has the largest ε and δ of all trials' claims, and the
+    terms that all share. An ε of inf has the reason `privacy_reason`. `audited_epsilon` is the
+    largest lower bound by canaries, and `membership_p` the p-value of the claim by members told,
+    corrected for all attempts. `tensor_*` and `limit_*` are as in `TheoryOf`.
     """
 
     cell: str

@@ -86,7 +86,7 @@ PerImage = dict[str, list[float | None]]
 
 
 class DefenseOf(RowPart):
-    """Names a stack of defenses, and has the key `name` and the parameters of each, in order."""
+    """Names a stack of defenses; `stack` has, in order, `name` and parameters of each."""
 
     name: str
     stack: list[dict[str, Any]]
@@ -169,8 +169,9 @@ class CertificateOf(RowPart):
 class UtilityOf(RowPart):
     """Measures what the defense left of the model, by the last round of its stack.
 
-    The test set has `test_examples`, and `test_chance` is the share of its most frequent class.
-    `local_losses` are of the recorded images before and after local training. None: not measured.
+    `test_accuracy` and `test_chance`, the share of the most frequent class of `test_examples`, are
+    in [0, 1]. `local_losses` are of the recorded images before and after local training. None: not
+    measured.
     """
 
     train_loss: float | None = None
@@ -427,11 +428,12 @@ class RoundRow(RowPart):
     """Holds a line of `rounds.jsonl`: one round, from 1, of the training of stack `defense`.
 
     The clients `participants` were asked, and `aggregated` updates are in the new model (0: it
-    stayed as it was). The test set has `test_examples`, and `test_chance` is the share of its most
-    frequent class. ε is that of all rounds so far, and `sigma` the σ of rows σ I that each client
-    appends to its table. `failures` has the number of updates left out, by reason, and `details` a
-    line on each. `zero_updates` of the aggregated were zero everywhere, and `probe_failures` left
-    no recording. `seconds` are wall time. None stands where nothing is known or evaluated.
+    stayed as it was). `test_accuracy` and `test_chance`, the share of the most frequent class of
+    `test_examples`, are in [0, 1]. ε is that of all rounds so far, and `sigma` the σ of rows σ I
+    that each client appends to its table. `failures` has the number of updates left out, by reason,
+    and `details` a line on each. `zero_updates` of the aggregated were zero everywhere, and
+    `probe_failures` left no recording. `seconds` are wall time. None stands where nothing is known
+    or evaluated.
     """
 
     defense: str

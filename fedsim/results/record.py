@@ -145,7 +145,7 @@ CONTROL = "control"
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Returns sorted paths below `folder` that match a glob, but none in a folder `control`."""
+    """Returns sorted paths below `folder` that match glob `pattern`; none in folder `control`."""
     found = sorted(folder.rglob(pattern))
     return [path for path in found if CONTROL not in path.relative_to(folder).parts]
 
