@@ -21,7 +21,7 @@ Finished = Callable[[Job, Result], None]
 
 
 def writer_of(path: Path, row: Callable[[Job, Result], ResultRow], display: Display) -> Finished:
-    """Returns a callback that appends `row(job, result)` to `path`, then advances `display`."""
+    """Returns a callback that appends `row(job, result)` to file `path` and advances `display`."""
 
     def on_result(job: Job, result: Result) -> None:
         # On the disk before the display says that it is done: a kill loses no finished attack.

@@ -64,11 +64,11 @@ DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
 
 
 class FedsimError(Exception):
-    """An error that a user can act on: the message names the cause and the remedy."""
+    """Raised for an error that a user can act on: the message names the cause and the remedy."""
 
 
 class RunFailed(FedsimError):  # noqa: N818 - reads as what happened
-    """A failure after work had begun: finished work is kept, and `fedsim` exits with status 1."""
+    """Raised after work had begun: finished work is kept, and `fedsim` exits with status 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +297,7 @@ class ReleaseSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """A plugin as a scenario names it: its entry point's name and its parameters."""
+    """Names a plugin as a scenario does: its entry point's name and its parameters."""
 
     name: str
     parameters: Mapping[str, Any]

@@ -158,7 +158,7 @@ class Classifier(nn.Module):
 
 
 class ModelPlugin(Plugin):
-    """A named architecture, which a subclass builds by `build`; fields are its hyper-parameters."""
+    """Describes an architecture, which a subclass builds; further fields are hyper-parameters."""
 
     takes_rows: ClassVar[bool] = False
     """Whether it also takes rows (D,) of a table, and not only images (C, H, W)."""

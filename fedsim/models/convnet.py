@@ -29,7 +29,7 @@ _BLOCKS: Mapping[int, tuple[tuple[int, ...], ...]] = {
 
 @final
 class ConvNet(ModelPlugin):
-    """3x3 convolutions in two blocks, each ending in a 3x3 max pool, and a linear layer.
+    """Stacks two blocks of 3x3 convolutions, each with a 3x3 max pool, and a linear layer.
 
     `depth: 8, width: 64, norm: batch` is the paper's ConvNet64. The default is half as deep and
     half as wide: a fortieth of its arithmetic on 32x32 images, and the same number of features

@@ -17,7 +17,7 @@ _KERNEL = 5
 
 @final
 class LeNet(ModelPlugin):
-    """Three 5x5 convolutions of 12 channels with strides 2, 2 and 1, and a linear layer.
+    """Stacks three 5x5 convolutions of 12 channels, strides 2, 2 and 1, and a linear layer.
 
     The smooth activation and the wide initialization are what makes gradient matching easy on it.
     """

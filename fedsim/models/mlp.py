@@ -14,7 +14,7 @@ from fedsim.models.head import assemble
 
 @final
 class MLP(ModelPlugin):
-    """Fully connected layers on the flattened input; its features are the last hidden layer."""
+    """Stacks fully connected layers on the flattened input; features are the last hidden layer."""
 
     takes_rows: ClassVar[bool] = True
 

@@ -17,7 +17,7 @@ _MIN_SIDE = {"small": 5, "imagenet": 17}
 
 @final
 class ResNet18(ModelPlugin):
-    """ResNet-18 of torchvision's basic blocks; 8 width features after average pooling.
+    """Stacks torchvision's basic blocks as ResNet-18; 8 width features after average pooling.
 
     With the `imagenet` stem the last feature map of a 32x32 image is a single pixel; attack papers
     on small images use the `small` stem, at about 15 times the arithmetic.

@@ -18,7 +18,7 @@ _SPREAD = 0.02
 
 @final
 class ViT(ModelPlugin):
-    """Patches, embedded and with a learned position each, through blocks of self-attention.
+    """Passes patches, embedded with a learned position each, through blocks of self-attention.
 
     With norms before (`pre`) it is ViT, and computes what timm's `VisionTransformer` does; with
     norms after (`post`) its blocks are those of `torch.nn.TransformerEncoderLayer` and of Vaswani

@@ -69,7 +69,8 @@ _behind = _WorkQueue()
 def later(job: Callable[[], None], size: int = 0) -> None:
     """Runs `job` in another thread, after all earlier ones; an exception of it is dropped.
 
-    It waits first while unfinished jobs hold over 512 MiB with the `size` bytes of this one.
+    It waits first while unfinished jobs hold over 512 MiB with the `size` bytes of this one. If no
+    thread can be started, `job` runs in the caller's.
     """
     _behind.later(job, size)
 

@@ -35,7 +35,7 @@ _SEEN_ALONE = re.compile(r"(?:client|wire)-(\d+)-")
 
 
 class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
-    """The truth on disk is not of as many clients as the observation is."""
+    """Raised if the truth on disk is not of as many clients as the observation is."""
 
 
 def home(root: Path, stack: str) -> Path:

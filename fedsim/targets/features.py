@@ -132,7 +132,7 @@ _FEATURES = Term(
 
 
 class Features(Target):
-    """Features that enter the model's head, in any order."""
+    """Scores inputs of the model's head, in any order."""
 
     part: ClassVar[str] = "features"
     """Name of answers (M, d), and of the truth (N, d): head's inputs under the global weights."""

@@ -99,7 +99,7 @@ def _perceive(pair: ScoredPair) -> Tensor | Unavailable:
 
 
 class Images(Target):
-    """Images of a batch, in any order."""
+    """Scores a batch's images, in any order."""
 
     part: ClassVar[str] = "images"
     """Name of answers (M, C, H, W), pixels in [0, 1], and of the truth (N, C, H, W)."""
@@ -239,7 +239,7 @@ class Images(Target):
         return {PSNR.name: replace(found, answers=count_answers(request, self, len(true)))}
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns the mean public image (C, H, W) in [0, 1] for the place of a missing answer."""
+        """Returns the mean public image (C, H, W) in [0, 1] of `aids`, for a missing answer."""
         fill = aid_of(aids).fill
         assert fill is not None  # only a run, which has public images, saves answers
         return fill

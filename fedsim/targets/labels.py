@@ -52,7 +52,7 @@ LABEL_ACCURACY = Metric(
 
 
 class Labels(Target):
-    """Labels of a batch, as a multiset."""
+    """Scores a batch's labels, as a multiset."""
 
     part: ClassVar[str] = "labels"
     """Name of answers (M,), integers of which the first N count, and of the truth (N,) int64."""

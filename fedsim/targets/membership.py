@@ -138,7 +138,7 @@ def _share_and_ends(ending: str, rate: float) -> tuple[Metric, ...]:
 
 
 class Membership(Target):
-    """Membership scores of candidates, the higher the likelier to have taken part."""
+    """Scores who took part, by scores of candidates, the higher the likelier."""
 
     part: ClassVar[str] = "membership"
     """Name of answers (N,); the truth is (N,) bool, of a client's candidates or a table's rows."""

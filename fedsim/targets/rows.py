@@ -75,7 +75,7 @@ _ROWS = Term(
 
 
 class Rows(Target):
-    """Rows of a table that took part in a release."""
+    """Scores rows of a table that took part in a release."""
 
     part: ClassVar[str] = "rows"
     """Name of answers, (n, d + 1) in [-1, 1] in the order of the n true rows (features, target)."""
@@ -139,7 +139,7 @@ class Rows(Target):
             )
 
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
-        """Scores entries that are data, and those of classes as a label; no constant feature."""
+        """Scores a row's data entries, and its class entries as a label; no constant feature."""
         true, tensors = self.truth_of(truth), truth.tensors()
         assert true is not None
         scored, classes = tensors["scored"], int(tensors["classes"])
@@ -217,7 +217,7 @@ def _record_error(claimed: Tensor, truth: Tensor) -> MetricValue:
 
 
 class Records(Target):
-    """Records (rows of a table) of a batch, in any order."""
+    """Scores a batch's records (rows of a table), in any order."""
 
     part: ClassVar[str] = "records"
     """Name of answers (M, D), entries on [0, 1]; the truth is (N, D)."""

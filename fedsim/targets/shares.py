@@ -49,7 +49,7 @@ class _Shares(Target):
 
 
 class ClassShares(_Shares):
-    """Shares of the classes in the batches behind one update, of all its clients together."""
+    """Scores shares of classes in the batches behind one update, of all its clients together."""
 
     part: ClassVar[str] = "class_shares"
     """Name of answers (K,), the shares of classes 0 to K - 1."""
@@ -120,7 +120,7 @@ class _ClientMeans(_Shares):
 
 
 class ClientClassShares(_ClientMeans):
-    """Shares of the classes among all examples of each client of an update."""
+    """Scores shares of classes among all examples of each client of an update."""
 
     part: ClassVar[str] = "client_class_shares"
     """Name of answers and truth, (n, K): n clients by ascending number, K classes."""
@@ -156,7 +156,7 @@ class ClientClassShares(_ClientMeans):
 
 
 class ClientColumnShares(_ClientMeans):
-    """Shares of categories, or means of quantities, in columns of each client's table."""
+    """Scores shares of categories, or means of quantities, in columns of clients' tables."""
 
     part: ClassVar[str] = "client_column_shares"
     """Name of answers and truth, (n, D) on [0, 1]: n clients, D entries; below 0: no answer."""

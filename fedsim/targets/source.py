@@ -102,7 +102,7 @@ _SOURCE = Term(
 
 
 class Source(Target):
-    """Scores of each client for each record, the highest for the client that holds it."""
+    """Scores which client holds each record, by a score of each client for it."""
 
     part: ClassVar[str] = "source"
     """Name of answers (N, K), for N records and K clients, and of the truth (N,): 0 to K - 1."""
