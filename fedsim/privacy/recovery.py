@@ -53,7 +53,8 @@ def tensor_rate(
         dimension: d of the features.
         images: B; of several local steps on different batches, the images of all of them.
         classes: K.
-        noise: σ, standard deviation of the noise in units of one image's part of an entry of ∂L/∂A.
+        noise: σ, deviation of the noise in units of one image's part of an entry of ∂L/∂A, the
+            gradient of the last layer's weights.
         clipped: c = max(1, |g| / S) of clipping to S, which scales the noise.
         kept: p in (0, 1], the share of neurons that dropout keeps.
 

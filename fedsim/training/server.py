@@ -437,7 +437,7 @@ class Server:
         return ids
 
     def test_set(self) -> tuple[int, float | None]:
-        """Returns (number of test examples, share of the commonest class; None for a quantity)."""
+        """Returns (count of test examples, share of the commonest class; None without classes)."""
         count, labels = len(self.described.test_inputs), self.described.test_classes
         return count, None if labels is None else float(labels.bincount().max()) / count
 

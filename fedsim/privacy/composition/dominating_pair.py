@@ -262,7 +262,7 @@ class PairCurve:
         return self._draws_of(direction, rounding if self._of._rounded else "up")
 
     def at(self, epsilon: float) -> SampledDelta:
-        """Estimates δ at `epsilon` in the direction where it is larger, or raises TooFewDraws."""
+        """Estimates δ at `epsilon` >= 0, of the larger direction; or raises TooFewDraws."""
         forward = self._draws("forward", "down").delta(epsilon)
         reverse = self._draws("reverse", "down").delta(epsilon)
         # δ is the larger of both directions: either's lower end bounds it from below.
@@ -275,7 +275,7 @@ class PairCurve:
         return self._draws("forward", "up").delta(epsilon)[0]
 
     def upper(self, epsilon: float) -> tuple[float, Direction]:
-        """Returns (upper end of δ's interval, which a claim may use, direction), or TooFewDraws."""
+        """Returns (upper end of δ's interval, for claims; its direction), or raises TooFewDraws."""
         return self._upper(epsilon)[1:]
 
     def _upper(self, epsilon: float) -> tuple[float, float, Direction]:

@@ -77,7 +77,7 @@ def _log_delta(
 class LaplaceRelease(CurveMechanism):
     """Truncated Laplace noise on `dimension` entries that move by at most `beta` in L2 norm.
 
-    Its density on ± `bound` is proportional to exp(-|x| / `scale`).
+    Its density on ± `bound` is proportional to exp(-|x| / `scale`). `beta`: see the base class.
     """
 
     scale: float
