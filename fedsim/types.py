@@ -68,7 +68,7 @@ class FedsimError(Exception):
 
 
 class RunFailed(FedsimError):  # noqa: N818 - reads as what happened
-    """Raised after work had begun: finished work is kept, and `fedsim` exits with status 1."""
+    """Raised for a failure after work had begun: finished work is kept; `fedsim` exits with 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

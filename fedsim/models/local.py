@@ -132,7 +132,7 @@ def features_of(
         model: Computes the features; it is put into the mode of `training`.
         parameters: Weights to compute with, by the model's names.
         buffers: Buffers to compute with, by the model's names; they stay as they are.
-        images: (B, C, H, W), normalized.
+        images: (B, C, H, W), normalized; of one value a channel, batch norm raises a ValueError.
         training: Describes the client's training; only its mode counts.
     """
     state = {name: value.clone() for name, value in buffers.items()} | dict(parameters)

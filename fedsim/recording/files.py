@@ -253,7 +253,7 @@ def load_beside(path: Path, attacked: Observation) -> tuple[Observation, ...]:
 
 
 def paths_beside(path: Path, attacked: Observation) -> list[Path]:
-    """Returns the JSON files that `load_beside` reads, in its order."""
+    """Returns the JSON files that `load_beside` reads for the same arguments, in its order."""
     kind = path.stem.partition("-")[0]
     alone = attacked.vantage in ("client", "aggregate")
     return [

@@ -192,7 +192,7 @@ class Membership(Target):
 
     @property
     def truth_name(self) -> str:
-        """Name of the tensor of the truth that says of each candidate whether it took part."""
+        """Name, `members`, of the truth's tensor on rows that took part; else see `truth_of`."""
         return "members"
 
     def truth_of(self, truth: Truth) -> Tensor | None:
