@@ -35,8 +35,7 @@ class Picked:
     exchange: Exchange
     testimony: Testimony
     number: int
-    """The client's partition-id where all nodes have one of their own. Else the place of its node,
-    from 0, among all node ids in order."""
+    """The client's partition-id where all nodes have one of their own, else its place, from 0."""
 
 
 def pick(

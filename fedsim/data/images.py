@@ -84,8 +84,7 @@ def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def public_examples(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor]:
     """Returns test images (P, C, H, W) uint8, or rows (P, D) float32, and labels (P,) int64.
 
-    P is at most 10,000, and all have at most 2^28 values; they are drawn by `seed`, in the order of
-    the split.
+    At most 10,000, and 2^28 values, are drawn by `seed`; they keep the order of the split.
     """
     images = dataset.test_images
     count = min(_MAX_IMAGES, max(1, _MAX_VALUES // images[0].numel()))

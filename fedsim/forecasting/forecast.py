@@ -153,7 +153,7 @@ def _format_gain(gain: float) -> tuple[str, str]:
 
 
 def forecast(plan: UpdatePlan) -> Forecast:
-    """Forecasts `plan` from gradients of stand-ins; infinite or NaN weights are a FedsimError."""
+    """Forecasts the gain of attacks on `plan`; infinite or NaN weights are a FedsimError."""
     for each in plan.observations:
         for name, weights in each.parameters.items():
             if not torch.isfinite(weights).all():

@@ -255,7 +255,7 @@ class UpdateMap:
         return flat(self.tensors(images, labels), self.names)
 
     def pull_back(self, images: Tensor, labels: Tensor, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the gradient of <U, v> by `images`, in their shape, for each v (m,) given."""
+        """Returns the gradient of <mean update, v> by `images`, in their shape, for each v (m,)."""
         at = images.detach().requires_grad_()
         update = flat(self.tensors(at, labels, differentiable=True), self.names)
         return [

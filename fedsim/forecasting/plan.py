@@ -82,9 +82,9 @@ class UpdatePlan:
     def draw_batch(self, draw: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns batch `draw`, from 0, of stand-ins: images, labels, and guess less images.
 
-        Both of images are normalized, (N, C, H, W) float64, and labels are (N,) int64. N is the
-        batch size times the number of clients and of steps with different batches. Batches are the
-        beginnings of those of the `largest` size, at least their own. An image may come again.
+        Images and differences are normalized, (N, C, H, W) float64, and labels are (N,) int64. N is
+        the batch size times the number of clients and of steps with different batches. A batch is
+        the beginning of one of the `largest` size, at least its own. An image may come again.
         """
         steps = self.training.steps if self.training.batches == "different" else 1
         groups = steps * self.first.num_clients
@@ -104,7 +104,7 @@ class UpdatePlan:
 
 
 def synthetic(spec: ModelSpec, seed: int) -> StandIns:
-    """Draws 64 images of the model `spec` by `seed`, and uniform labels; the guess is grey.
+    """Draws 64 images for the model `spec`, and uniform labels, by `seed`; the guess is grey.
 
     The amplitude spectrum 1/f is that of natural images (Field, Relations between the statistics of
     natural images and the response properties of cortical cells, JOSA A 1987).

@@ -39,7 +39,9 @@ def broken_limits(
 ) -> list[str]:
     """Returns a line for each limit that a defense of these runs does not keep to.
 
-    What was not measured has a line as well. The list is empty if all limits are kept.
+    What was not measured has a line as well. The list is empty if all limits are kept. A
+    ReportError says that a folder holds no results, that none has a defended stack or one of
+    `defenses`, that no limit is given, or that one is not finite.
 
     Args:
         folders: Folders of runs, or that hold folders of runs.
@@ -49,10 +51,6 @@ def broken_limits(
         max_epsilon: Largest ε of all releases of a run. A claim that is no differential privacy,
             has a δ above 0.001 or is refuted keeps to no limit. None: no limit.
         defenses: Names of the defenses that count; by default all but the undefended.
-
-    Raises:
-        ReportError: a folder holds no results, none has a defended stack or one of `defenses`, no
-            limit is given, or one is not finite.
     """
     limits = {"max-psnr": max_psnr, "max-gain": max_gain, "max-epsilon": max_epsilon}
     if not any(limit is not None for limit in limits.values()):
@@ -103,11 +101,11 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
     """Returns a line for each thing that leaks more in `after`, or was measured otherwise.
 
     Both are folders of a run, or of a sweep. A mean leaks more beyond the earlier interval (without
-    one, the best trial), or if it grows by as much as counts as a leak. So does a new leak of a
-    trial or an image, more certificates, a larger ε or δ, and an ε of another unit or neighbours.
-    Other data, settings or parameters under one name, and what is not measured any more, are lines
-    as well. The list is empty if nothing grew. A ReportError says that a folder holds no results,
-    or that no attack on a defense is in both.
+    one, the best trial), or if it grows by as much as counts as a leak. A new leak of a trial or an
+    image, more certificates, a larger ε or δ, and an ε of another unit or neighbours are lines,
+    too. So are other data, settings or parameters under one name, and what is not measured any
+    more. The list is empty if nothing grew. A ReportError says that a folder holds no results, or
+    that no attack on a defense is in both.
     """
     runs, later = (
         name_by_place(load_runs([before]), before),

@@ -132,7 +132,7 @@ def brief(verdict: Verdict) -> str:
 
 
 def grounds(verdict: Verdict) -> list[tuple[str, str]]:
-    """Returns (name, words) of evidence, certificates, costs and ε behind `brief`, where known."""
+    """Returns (heading, words) of evidence, certificates, costs and ε of a verdict, where known."""
     # A certificate needs no control: the attacker has it before anybody scores.
     knows = ("It knows", _describe_certificates(verdict.certificates))
     if verdict.finding == "no answer":

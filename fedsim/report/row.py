@@ -256,7 +256,7 @@ class LeaderboardRow:
         return self.over_others.get(name) if name in ranking_targets() else None
 
     def above_guess(self, name: str) -> Summary | None:
-        """Returns the gain over the guess in `name`, a metric that ranks by gains; else None."""
+        """Returns the gain over the guess in `name`; None without, or if it does not rank so."""
         target = ranking_targets().get(name)
         return self.gains.get(name) if target and target.ranks_by != "mean" else None
 

@@ -66,7 +66,7 @@ def record_public(
 
     `rows` are those of the run `root`, and `servers` has one for each stack. The files lie below
     `folder_of(root)`. The result has (attack label, the recording's JSON file) of each attack that
-    is still to be run. Where no update can be made, there is none.
+    is still to be run, if an update could be made. A damaged recording is a FedsimError.
     """
     asked = []
     for members in _cells(rows):
@@ -128,7 +128,7 @@ def _record(row: Row, root: Path, server: Server) -> bool:
 def add_controls(rows: Sequence[Row], root: Path) -> None:
     """Sets `control` of each scored row of the run `root`: how an answer to another update scores.
 
-    `rows`, of all its lines, are changed in place. A damaged reconstruction is a FedsimError.
+    `rows`, which are all of the run, change in place. A damaged reconstruction is a FedsimError.
     """
     for members in _cells(rows):
         public = _made_of_public(members, root)

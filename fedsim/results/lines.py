@@ -126,7 +126,7 @@ class BaselineOf(Metrics):
     """Scores of the zero-information guess `name`, such as `mean_image`.
 
     It was learned from `public` images, `public_per_image` for each of its own. `near_copies`
-    attacked images have a near copy among the public ones.
+    attacked images have a near copy among these. `per_image` has the PSNR of each image, or None.
     """
 
     name: str | None = None
@@ -144,6 +144,7 @@ class ControlOf(RowPart):
     """Scores of the same attack's answer to another update; None and empty without one.
 
     It is `of` another `client`, `public` images, another `batch` of the client, or `release`.
+    `per_image` has the PSNR of each true image; it is empty of a release.
     """
 
     other_update: Metrics | None = None
@@ -170,8 +171,7 @@ class UtilityOf(RowPart):
     """Measures what the defense left of the model, by the last round of its stack.
 
     `test_accuracy` and `test_chance`, the share of the most frequent class of `test_examples`, are
-    in [0, 1]. `local_losses` are of the recorded images before and after local training. None: not
-    measured.
+    in [0, 1]. `local_losses` are before and after local training. None: not measured.
     """
 
     train_loss: float | None = None
@@ -456,7 +456,10 @@ class RoundRow(RowPart):
 
 
 class AuditRow(RowPart):
-    """Holds a line of `audit.jsonl`: a lower bound of a stack's ε, and if the claim `holds`."""
+    """Holds a line of `audit.jsonl`: a lower bound of a stack's ε, and if the claim `holds`.
+
+    The `method` is `two_worlds` or `one_run`.
+    """
 
     defense: str
     method: str

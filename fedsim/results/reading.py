@@ -360,7 +360,7 @@ def _load_plan(folder: Path) -> Plan | None:
 
 
 def fits(row: dict[str, Any], name: str) -> bool:
-    """Returns whether `row` is valid in results.jsonl, rounds.jsonl or audit.jsonl, the `name`."""
+    """Returns whether `row` is valid in file `name`: results.jsonl, rounds.jsonl or audit.jsonl."""
     kinds: dict[str, type[RowPart]] = {
         RESULTS: ResultRow,
         "rounds.jsonl": RoundRow,

@@ -108,7 +108,7 @@ def _finite(text: str) -> float:
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
-    """Replaces a JSON-lines file by `rows`, atomically; errors are those of `append_line`."""
+    """Replaces a JSON-lines file by `rows`, atomically; NaN or infinity in one is a ValueError."""
     write_bytes(path, b"".join(_line(row) for row in rows))
 
 
