@@ -24,7 +24,7 @@ _MOST_WORK = 2_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class MechanismVerdict:
-    """A mechanism's claim, and the lower bound of ε from releases drawn under two neighbours."""
+    """States a mechanism's claim, and a lower bound of ε from releases under two neighbours."""
 
     claim: float
     """ε at δ; infinite if nothing is claimed."""

@@ -31,7 +31,7 @@ Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer of the calculator; fields that do not apply to the mechanism are None.
+    """Holds an answer of the calculator; fields that do not apply to the mechanism are None.
 
     `epsilon` and `delta` belong together: one was given, and the other found. A calibration's are
     those that its noise gives. A figure that was found may be an estimate, see `interval`.
@@ -76,7 +76,7 @@ def _larger(found: Mapping[Direction, float]) -> Direction:
 
 
 class Keys(Plugin):
-    """Base of models whose fields a user writes as key=value; unknown keys are refused."""
+    """Base of models whose fields a user writes as key=value: pydantic refuses unknown keys."""
 
 
 class Stated(Keys):
@@ -91,7 +91,7 @@ class Stated(Keys):
 
 
 class Curve(Stated):
-    """A release whose δ(ε) is known, exactly or by an estimate with an interval."""
+    """Describes a release whose δ(ε) is known, exactly or by an estimate with an interval."""
 
     @abstractmethod
     def delta(self, epsilon: float) -> Answer:
@@ -161,7 +161,7 @@ class ExactCurve(Curve):
 
 
 class Calibration(Stated):
-    """A release whose noise is to be found."""
+    """Describes a release whose least noise can be found."""
 
     @abstractmethod
     def calibrate(self, epsilon: float, delta: float) -> Answer:
@@ -173,7 +173,7 @@ class Calibration(Stated):
 
 
 class Experiment(Keys):
-    """A release that can be drawn under either neighbour, so that its claim can be tried.
+    """Describes a release that can be drawn under either neighbour, to try what it claims.
 
     What is drawn is a sufficient statistic of the full release, from the mechanism's own steps.
     `sabotage` multiplies the noise: 0.8 draws what a mechanism with 20% less noise than it claims
@@ -213,7 +213,7 @@ class Experiment(Keys):
 
 
 class KnownMechanism(Plugin):
-    """The classes of one mechanism, under the name that it is registered by; None if it lacks one.
+    """Names the classes of one mechanism, which an entry point registers; None if it lacks one.
 
     The calculator lists the first line of a subclass's docstring.
     """

@@ -141,7 +141,7 @@ class _DPSGDCalibration(_DPSGDKeys, Calibration):
 
 
 class KnownDPSGD(KnownMechanism):
-    """A federated training by DP-SGD, of the client that is worst off: rounds of local steps."""
+    """Trains by DP-SGD in rounds of local steps; ε is that of the client that is worst off."""
 
     curve = _DPSGDCurve
     calibration = _DPSGDCalibration

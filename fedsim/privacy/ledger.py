@@ -62,7 +62,7 @@ _INDEPENDENT = ("poisson", "balls_in_bins")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReleases:
-    """A client's answers to probes of one size: `count` batches, each released `releases` times."""
+    """Counts a client's answers to probes of one size: `count` batches, `releases` times each."""
 
     declared: LocalTraining
     """The local training of a probe, before the stack's training defenses."""
@@ -72,7 +72,7 @@ class ProbeReleases:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The releases of one client, and the δ at which they are accounted.
+    """Lists the releases of one client, and the δ at which they are accounted.
 
     An entry with the most participations and the least data is that of the worst client.
     """

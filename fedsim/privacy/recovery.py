@@ -148,7 +148,7 @@ def _activation_moment(activation: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBound:
-    """Liu et al.'s upper bound on the error of attack `tensor_features`, and whether it applies."""
+    """States Liu et al.'s upper bound on the error of attack `tensor_features`, if it applies."""
 
     rate: float | None = None
     """`tensor_rate`, to which the bound is proportional; None if theory says nothing."""
@@ -378,7 +378,7 @@ class _RecoverySetting(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class DefenseBounds:
-    """What theory says of one defense; None where it says nothing, with the reason."""
+    """States what theory says of one defense; None where it says nothing, with the reason."""
 
     defense: str
     """Name of the defense, in words."""

@@ -43,7 +43,7 @@ from fedsim.words import number_of
 
 @dataclass(frozen=True, kw_only=True)
 class ClientResult:
-    """What a client computed in a round, on the CPU; only `update` and perhaps `loss` leave it."""
+    """Holds what a client computed in a round, on the CPU; `update` and maybe `loss` leave it."""
 
     update: Update
     truth: Truth | None
@@ -60,7 +60,7 @@ class ClientResult:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Client:
-    """One client of a federation, with its examples."""
+    """Computes as one client of a federation, from its examples."""
 
     number: int
     """Number of the client in the federation, from 0."""
@@ -295,7 +295,7 @@ _STEPS = "sampling.steps"
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateSplit:
-    """A client's candidates: examples that membership attacks are asked about."""
+    """Names a client's candidates: examples that membership attacks are asked about."""
 
     examples: Tensor
     """(N,) int64 indices of the candidates in the training split, ascending."""

@@ -70,7 +70,7 @@ class Census:
 
 @dataclass(frozen=True, eq=False)
 class Server:
-    """One defense stack's federation as its server knows it, without clients' training data.
+    """Computes one defense stack's federation as its server knows it, without training data.
 
     Building it raises a FedsimError if learner, stack and data do not fit together, and a KeyError
     if `stack_name` is none of the scenario's `defenses`.

@@ -46,7 +46,7 @@ _ROUNDED = 1e-5
 
 @dataclass
 class Steps:
-    """The steps of one client's training, as watched; at most `max_images` images are kept."""
+    """Holds the watched steps of one client's training, and at most `max_images` images."""
 
     max_images: int
     images: list[Tensor] = field(default_factory=list)

@@ -30,7 +30,7 @@ IN_LOG = "the node's own log says more"
 
 @dataclass(frozen=True, eq=False, init=False)
 class Workload(Server):
-    """One defense stack's federation with its clients' data; the server gets `server()` alone."""
+    """Computes a stack's federation with its clients' data; the server gets `server()` alone."""
 
     dataset: Dataset | Table = field(init=False)
     """Data of the clients that compute here, with the test split."""
@@ -131,7 +131,7 @@ class Workload(Server):
 
 @dataclass(frozen=True, eq=False, init=False)
 class OneClient(Workload):
-    """One client of a federation whose other clients compute elsewhere."""
+    """Computes as one client of a federation whose other clients compute elsewhere."""
 
     def __init__(
         self, scenario: Scenario, stack_name: str, client: Client, census: Census | None = None

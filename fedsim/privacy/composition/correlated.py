@@ -49,7 +49,7 @@ def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:
 
 @dataclass(frozen=True)
 class Grid:
-    """Levels of y_t = λ y_(t-1) + z_t, rising from 0, and the next level after a step.
+    """Holds levels of y_t = λ y_(t-1) + z_t, rising from 0, and the next level after a step.
 
     z_t says whether the example is in the batch of step t, independently with probability q. On the
     grid y is always rounded up or always down, so that what is computed bounds the truth from that

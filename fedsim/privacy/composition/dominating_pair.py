@@ -46,12 +46,12 @@ _TILTS = (1.5, 3.0, 5.0)
 
 
 class TooFewDraws(FedsimError):  # noqa: N818 - reads as what happened
-    """Raised where the draws do not reach far enough into the tail for an interval."""
+    """Says that the draws do not reach far enough into the tail for an interval."""
 
 
 @dataclass(frozen=True)
 class Poisson:
-    """An example that is in each step's batch with probability `sampling_rate`, independently.
+    """Describes an example in each step's batch with probability `sampling_rate`, independently.
 
     `steps` is T, and `correlation` is λ of the noise z_t - λ z_(t-1) of step t.
     """
@@ -145,7 +145,7 @@ def _forward(x: Array, levels: Array, moves: list[Any]) -> Array:
 
 @dataclass(frozen=True)
 class BallsInBins:
-    """An example in every `bins`-th step's batch, from a uniform one of the first `bins` on.
+    """Describes an example in every `bins`-th batch, from a uniform one of the first `bins` on.
 
     `steps`, which is T, need not be a multiple of `bins`; `correlation` is λ as of `Poisson`.
     """
@@ -196,7 +196,7 @@ Participations = Poisson | BallsInBins
 
 @dataclass(frozen=True, kw_only=True)
 class SampledDelta:
-    """An estimate of δ at an ε, with its interval (`low`, `high`) at a confidence of 99%.
+    """Holds an estimate of δ at an ε, with its interval (`low`, `high`) at a confidence of 99%.
 
     `direction` is the one with the larger upper end: `forward`, the example's removal, or
     `reverse`, its addition.
@@ -225,7 +225,7 @@ class _Draws:
 
 
 class PairCurve:
-    """The Monte-Carlo curve δ(ε) of noisy steps on sampled batches; the same draws serve all ε.
+    """Estimates the curve δ(ε) of noisy steps on sampled batches; the same draws serve all ε.
 
     `Poisson` participations are rounded: up for estimates and upper ends, down for lower ends.
     """

@@ -182,7 +182,7 @@ class _CorrelatedKeys(_Steps):
 
 @final
 class CorrelatedCurve(_CorrelatedKeys, Curve):
-    """Curve δ(ε) of T correlated releases whose noise is given.
+    """Computes the curve δ(ε) of T correlated releases whose noise is given.
 
     Further keys: `steps` (T), `sampling`, `sampling_rate` (q), `correlation` (λ), `variant`,
     `relation`, `seed` and `draws`, see `fedsim privacy`. An estimated figure has an `interval`,
@@ -278,7 +278,7 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
 
 @final
 class CorrelatedCalibration(_CorrelatedKeys, Calibration):
-    """The least noise of T correlated releases that are (ε, δ)-private; keys: `CorrelatedCurve`."""
+    """Finds the least noise of T correlated releases; keys are those of `CorrelatedCurve`."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """Finds the least noise multiplier: the standard deviation of z_t over the clipping norm.
@@ -462,7 +462,7 @@ def _log_density(seen: Array, means: Array, chances: Array, sigma: float) -> Arr
 
 
 class KnownCorrelatedGaussian(KnownMechanism):
-    """δ(ε) of T correlated releases with a given noise."""
+    """Releases T steps with Gaussian noise that is correlated between them (DP-CGD)."""
 
     curve = CorrelatedCurve
     calibration = CorrelatedCalibration
@@ -501,6 +501,6 @@ class _PoissonGaussianExperiment(Experiment):
 
 
 class KnownPoissonGaussian(KnownMechanism):
-    """DP-SGD's steps with Poisson sampling: each takes the row with probability `sampling_rate`."""
+    """Takes DP-SGD's steps on Poisson samples: a row is in each by chance, `sampling_rate`."""
 
     experiment = _PoissonGaussianExperiment

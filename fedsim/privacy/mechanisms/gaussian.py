@@ -72,7 +72,7 @@ class _GaussianExperiment(Experiment):
 
 
 class KnownGaussian(KnownMechanism):
-    """The Gaussian mechanism: a value plus normal noise."""
+    """Adds normal noise to a value: the Gaussian mechanism."""
 
     curve = _GaussianCurve
     calibration = _GaussianCalibration

@@ -131,7 +131,7 @@ class _GaussianSamplingCalibration(_Neighbours, Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SamplingRelease(CurveMechanism):
-    """Draws of N(0, K), whose δ `wishart.log_delta_of` computes: see the base class."""
+    """Releases draws of N(0, K), whose δ `wishart.log_delta_of` computes: see the base class."""
 
     samples: int
     """Number of draws, from 0."""
@@ -187,7 +187,7 @@ class _GaussianSamplingExperiment(_Neighbours, Experiment):
 
 
 class KnownGaussianSampling(KnownMechanism):
-    """Gaussian sampling of a positive semidefinite matrix: the mean of k squares of N(0, K)."""
+    """Samples a positive semidefinite matrix K: the mean of k squares g g', with g ~ N(0, K)."""
 
     curve = _GaussianSamplingCurve
     calibration = _GaussianSamplingCalibration

@@ -184,7 +184,7 @@ class _TruncatedLaplaceExperiment(Experiment):
 
 
 class KnownTruncatedLaplace(KnownMechanism):
-    """Truncated Laplace noise on one number."""
+    """Adds truncated Laplace noise to one number."""
 
     curve = _TruncatedLaplaceCurve
     calibration = _TruncatedLaplaceCalibration

@@ -75,7 +75,7 @@ def _log_delta(
 @final
 @dataclass(frozen=True, kw_only=True)
 class LaplaceRelease(CurveMechanism):
-    """Truncated Laplace noise on `dimension` entries that move by at most `beta` in L2 norm.
+    """Adds truncated Laplace noise to `dimension` entries that move by at most `beta` in L2 norm.
 
     Its density on ± `bound` is proportional to exp(-|x| / `scale`). `beta`: see the base class.
     """

@@ -413,7 +413,7 @@ class _LeastSquaresCalibration(Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class RegressionRelease(ExactMechanism):
-    """A release of sketched least squares (`log_delta`): no row has more than `leverage` in [B, b].
+    """Releases sketched least squares (`log_delta`); no row has more than `leverage` in [B, b].
 
     `columns` is r, the number of rows of the sketch that the release stands for, and `features` is
     d, the number of columns of B.
@@ -478,7 +478,7 @@ class _LeastSquaresExperiment(_Leverages, Experiment):
 
 
 class KnownLeastSquares(KnownMechanism):
-    """Sketched least squares: a normal release around the solution."""
+    """Releases a normal vector around the solution, as least squares on a sketch would."""
 
     curve = _LeastSquaresCurve
     calibration = _LeastSquaresCalibration

@@ -32,7 +32,7 @@ _CERTAIN = 1e-10
 
 @dataclass(frozen=True)
 class NormalPair:
-    """Two normal distributions N1 and N2 as a log-likelihood ratio; `pair` makes it.
+    """Holds the log-likelihood ratio of normal distributions N1 and N2; `pair` makes it.
 
     At draws x of N1, log N2(x) / N1(x) is Σ_j (a_j Z_j² / 2 + b_j Z_j) + c of d standard normal
     Z_j. The constant c follows from the others: the mean of N2 / N1 is 1. Signs of b_j make no
@@ -87,7 +87,7 @@ class NormalPair:
 
 
 def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -> NormalPair:
-    """Compares N(mean1, cov1) with N(mean2, cov2), as a log-likelihood ratio.
+    """Returns the log-likelihood ratio of N1 = N(mean1, cov1) and N2 = N(mean2, cov2).
 
     Directions in which neither varies are left out, if the means agree there. Where only one
     distribution varies in a direction, the supports differ.
@@ -316,6 +316,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class KnownNormal(KnownMechanism):
-    """Any two normal distributions, one for each neighbour."""
+    """Compares any two normal distributions, one for each neighbour."""
 
     curve = _NormalCurve

@@ -337,7 +337,7 @@ class _RandomProjectionCalibration(Calibration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProjectionRelease(ExactMechanism):
-    """Gaussian random projections D'G of data in which no row has more than `leverage`.
+    """Releases Gaussian random projections D'G; no row of D has more than `leverage`.
 
     That is the leverage in (0, 1] once noise, as rows σ I, is appended to D. G has `columns`
     columns; several releases are one projection onto all their columns.
@@ -383,7 +383,7 @@ class _RandomProjectionExperiment(Experiment):
 
 
 class KnownRandomProjection(KnownMechanism):
-    """Gaussian random projection of a matrix: the release of D'G, alone or with noise."""
+    """Projects a matrix D on random Gaussian columns: releases D'G, alone or with noise."""
 
     curve = _RandomProjectionCurve
     calibration = _RandomProjectionCalibration
