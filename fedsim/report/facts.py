@@ -284,7 +284,7 @@ class UtilityRow:
     Terms of the claim are those of the largest ε: `reason` says why it is inf, and `covers` which
     releases it is of. `audited_epsilon` is the largest lower bound by canaries. `problem` says why
     the model cannot show what the defense costs. `variant` is the swept settings in words, empty
-    without a sweep; `runs` counts them. Fields are None where no run has the value.
+    without a sweep. `runs` is their number. Fields are None where no run has the value.
     """
 
     variant: str

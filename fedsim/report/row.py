@@ -68,9 +68,9 @@ class LeaderboardRow:
     None is what no trial states, and what does not apply. `n` counts trials, `n_ok` those with an
     answer, `images` the different images in them, and `failures` the others by reason. A failed
     trial counts as its guess. `cell` is that of its `ResultRow`s, `variant` the sweep's assignment
-    in words (empty without one), and `folders` are those of the runs. A learner without a model
-    stands for `model`; `subject` is `images` or `rows`. The stack `defense` has the members `stack`
-    in words, or is `undefended`. The `attack` is named by its label.
+    in words (empty without one), and `folders` are those of the runs. `model` names the model, or a
+    learner that has none; `subject` is `images` or `rows`. The stack `defense` has the members
+    `stack` in words, or is `undefended`. The `attack` is named by its label.
 
     `metrics`, `worst` and `baseline` have every metric by name: its mean, the value of the trial or
     image that leaked most, and the guess's mean. `leaking` counts trials whose gain due to the

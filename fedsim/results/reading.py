@@ -45,7 +45,7 @@ _NEVER = ("training.evaluate_every",)
 def differences(
     scenarios: Sequence[Mapping[str, Any]], stated: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns, for each resolved scenario, the settings that tell it apart from the others.
+    """Returns, for each scenario with all defaults, the settings that tell it from the others.
 
     Settings are dotted keys and their values; only those that decide figures count, and the seed is
     none of them. A stack is compared among the scenarios that have one of its name. `stated` has,
@@ -189,7 +189,7 @@ class StoredRun:
 def load_runs(folders: Iterable[Path | str]) -> list[StoredRun]:
     """Reads every run in or below `folders`, in order of path, each folder once.
 
-    Runs of one name that differ in settings, data or figures are told apart by `apart`. A
+    Runs of one name that differ in settings, data or figures are told apart by `StoredRun.apart`. A
     ReportError says that a folder is missing or holds no run, or that a file is damaged.
     """
     parents: dict[Path, None] = {}
