@@ -300,9 +300,9 @@ def _best_of_several(
 def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
     """Returns how badly `row`, chosen among `rows`, leaks pictures or features.
 
-    It is `leak`, `partial`, the part of a target such as `features`, `undecided`, `unseen`,
-    `unknown` or `failed`, by the lower ends of intervals. A gain that prior knowledge alone
-    explains is no leak; labels and members do not count.
+    It is `leak`, `partial` (a small gain), a target's part such as `features`, `undecided` (nothing
+    tells a gain from prior knowledge), `unseen` (no gain), `unknown` (not attacked) or `failed`.
+    The lower ends of intervals decide; labels and members do not count.
     """
     if row.n_ok == 0:
         return "failed"
