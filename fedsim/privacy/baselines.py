@@ -181,5 +181,5 @@ def _reach(delta: float, *, steps: int, sampling_rate: float, correlation: float
 
 
 def kan_least_delta(steps: int, sampling_rate: float) -> float:
-    """Returns 2 exp(-steps * sampling_rate / 3), the least δ of `kan_noise`; above 1: none."""
+    """Returns 2 exp(-steps * sampling_rate / 3): `kan_noise` takes no less as δ; above 1, none."""
     return math.exp(-steps * sampling_rate / 3) / _SHARE

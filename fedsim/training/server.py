@@ -416,7 +416,7 @@ class Server:
         return observation_id(self.stack_name, round, client, suffix, watcher)
 
     def recorded_as(self, round: int, client: int, probe: Probe | None) -> list[str]:
-        """Returns the `Observation.id`s, if any, of the answer to `probe` (None: training)."""
+        """Returns the `Observation.id`s, if any, of `client`'s answer (`probe` None: training)."""
         ids, plan = [], self.plan(round)
         if client in plan.observed and (probe or not plan.probes):
             seen_as = [-1] if self.stack.aggregation else [client]

@@ -427,7 +427,7 @@ class RegressionRelease(ExactMechanism):
     accountant: str = "exact least squares, worst row"
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Computes ε of `releases` >= 1 for the worst row: as often that at δ / `releases`."""
+        """Computes ε of `releases` >= 1, worst row: `releases` times one's at δ / `releases`."""
         keys = (self.leverage, self.residual, self.columns, self.features)
         return releases * _worst_epsilon(*keys, delta / releases)
 
