@@ -76,7 +76,7 @@ def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
 def strict_json(line: bytes | str) -> Any:
     """Returns the value of a JSON text, in which NaN and infinity are refused.
 
-    Other text, a number beyond the largest double and half a character are a ValueError.
+    Other text, a number beyond the largest double and an unpaired surrogate are a ValueError.
     """
     text = line if isinstance(line, str) else line.decode()
     value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
