@@ -8,11 +8,15 @@ and p at these features gives linear equations for the counts (Ma et al., Instan
 Restoration via Gradients in Federated Learning, ICLR 2023). Without a bias, ∂L/∂b_k is read off
 the leading direction of ∂L/∂A, at the features of dummy images (Geng et al., Towards General Deep
 Leakage in Federated Learning, 2021).
+
+Where nothing of the last layer is sent, the layers before it tell: a label decides where the
+gradient points, for dummy images nearly as for others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, final
 
 import torch
@@ -24,12 +28,18 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import Classifier
 from fedsim.models.head import TwoLayerHead
-from fedsim.models.local import mean_gradient_factor, step_weights
+from fedsim.models.local import (
+    gradient,
+    loss_function,
+    mean_gradient_factor,
+    step_weights,
+)
 from fedsim.models.victim import rebuild
-from fedsim.types import LocalTraining, Observation, Reconstruction, StepRule
+from fedsim.types import LocalTraining, Observation, Reconstruction, StepRule, Tensors
 from fedsim_attacks._attack_kinds import DirectAttack
 
 _DUMMIES = 32  # Gaussian images, at whose response the last layer is linearized
+_COMPARED = 1 << 20  # entries of a gradient that are compared, at most about twice as many
 _ROUNDS = 20  # rounds of the fixed-point iteration for the counts
 _SLACK = 0.1  # images by which noise may raise the lower bound of a count
 _SCALES = (1.02, 1.15, 1.3, 1.45, 1.6, 1.8, 2.0, 2.3, 2.7, 3.2, 4.0)
@@ -79,6 +89,9 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
     assert isinstance(layer, nn.Linear)
     step = mean_gradient_factor(observation.training)
     images = observation.num_images
+    if not any(bool(t.any()) for n, t in observation.update.items() if n.startswith(name)):
+        counts = _counts_of_direction(model, observation)
+        return _as_labels(counts, observation.training), counts.new_zeros(())
     features, probabilities, offset = _dummy_response(model, layer, observation)
     slopes = torch.zeros_like(probabilities)
     rows = slopes[:, None] * features
@@ -110,6 +123,37 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
         found.append(((estimates - counts).abs().mean(), counts))
     residual, counts = min(found, key=lambda each: float(each[0]))
     return _as_labels(counts, observation.training), residual
+
+
+def _counts_of_direction(model: Classifier, observation: Observation) -> Tensor:
+    """Chooses counts (K,) for which dummy images have the gradient nearest in direction."""
+    classes, device = observation.model.num_classes, observation.device
+    training = replace(observation.training, dropout=0.0)
+    seed = streams.derive(observation.seed, "label_inference")
+    images = torch.randn(
+        _DUMMIES, *observation.model.input_shape, generator=streams.generator(seed)
+    ).to(device)
+    loss = loss_function(model, {n: t.clone() for n, t in observation.buffers.items()}, training)
+
+    def entries(gradient: Tensors) -> Tensor:
+        flat = torch.cat([t.flatten() for n, t in gradient.items() if observation.update[n].any()])
+        return flat[:: 1 + len(flat) // _COMPARED].double()
+
+    found = []
+    for label in torch.arange(classes, device=device):
+        with streams.global_stream(seed):  # what a model draws
+            found.append(
+                entries(gradient(loss, observation.parameters, images, label.expand(_DUMMIES)))
+            )
+    directions = torch.stack(found)
+    observed = entries(observation.update) * mean_gradient_factor(observation.training)
+    along, products = directions @ observed, directions @ directions.T
+    counts, one = torch.zeros_like(along), torch.eye(classes).to(along)
+    for _ in range(observation.num_images):
+        tried = counts + one
+        lengths = (tried @ products * tried).sum(1).clamp_min(torch.finfo(along.dtype).tiny)
+        counts = tried[(tried @ along / lengths.sqrt()).argmax()]
+    return counts
 
 
 def _are_demanded(observation: Observation, labels: Tensor) -> bool:

@@ -109,3 +109,13 @@ def test_a_head_without_a_linear_layer_is_refused(monkeypatch):
     monkeypatch.setattr(label_inference, "rebuild", lambda _: headless)
     with pytest.raises(AttackFailed, match="grant known labels"):
         infer_labels(observe([3]))
+
+
+@pytest.mark.parametrize("model", ["lenet", "mlp"])
+def test_labels_show_in_the_body_where_nothing_of_the_head_is_sent(model):
+    """A head of zeros has no least entry: it would say class 0 of every image."""
+    for label in range(3):
+        batch = example_batch(1)[0], torch.tensor([label])
+        defense = [{"name": "exclude_vars", "exclude_vars": "head"}]
+        observation, _ = make_observation(*batch, model=model, defense=defense)
+        assert infer_labels(observation).tolist() == [label]
