@@ -306,7 +306,10 @@ class AppTraining:
     def describe_defense(
         self, training: LocalTraining
     ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
-        """Returns the stack's name (or `none`), members as `Observation.defense`, and effect."""
+        """Returns the stack's name (or `none`), members as `Observation.defense`, and effect.
+
+        `training` is what the method of that name returned. It fails as `Stack.guarantees`.
+        """
         if not self._refs:
             return _UNDEFENDED, (), Effect()
         told = announce_defenses(self._stack, self._refs, training, None)

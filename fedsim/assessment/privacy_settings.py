@@ -68,8 +68,8 @@ class PrivacySettings:
         """Returns what defenses guarantee one client against the server, and report lines on it.
 
         The first part has the fields of `PrivacyClaim`, with "inf" for an ε of ∞. It is empty where
-        neither client nor server adds privacy. `training` is the client's local training. A damaged
-        recording is a FedsimError.
+        neither client nor server adds privacy. `training` is what `AppTraining.training` returned.
+        A damaged recording is a FedsimError.
         """
         found, lines = self.defenses, []
         privacy: Row = {}

@@ -293,7 +293,10 @@ class ModelDefense(Plugin):
         """
 
     def effect(self, training: LocalTraining) -> Effect:
-        """Returns what it does to an update besides altering the model; by default UNKNOWN."""
+        """Returns what it does to an update besides altering the model; by default UNKNOWN.
+
+        `training` is that after all training defenses of the stack.
+        """
         return UNKNOWN
 
 

@@ -246,7 +246,7 @@ class Learner(Plugin):
         return None
 
     def least_examples(self, training: LocalTraining) -> int:
-        """Returns how many examples a client must hold, given its `training`; by default 1."""
+        """Returns how many examples a client must hold for `training` as declared; by default 1."""
         return 1
 
     @abstractmethod

@@ -133,8 +133,9 @@ _MOST_STAND_INS = 1024
 def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size, at the weights before any training.
 
-    `overrides` are settings of the scenario, `key=value` each. A FedsimError says that file or data
-    cannot be read, that it is a sweep, or that it trains no network of images.
+    Stacks, and sizes within, are in the scenario's order. `overrides` are its settings, `key=value`
+    each. A FedsimError says that file or data cannot be read, that it is a sweep, or that it trains
+    no network of images.
     """
     scenario = _only(open_document(path, overrides), path)
     dataset = load_dataset(scenario)
@@ -179,8 +180,9 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
 def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
     """Returns a plan for each defense stack and batch size of a run, at recorded weights.
 
-    A FedsimError says that `folder` is not that of one run, or has no recordings of a server. If
-    the run's data are not here, stand-ins are synthetic.
+    Stacks are in the scenario's order, and sizes rise within. A FedsimError says that `folder` is
+    not that of one run, or has no recordings of a server. If the run's data are not here, stand-ins
+    are synthetic.
     """
     root = Path(folder)
     if not (root / "scenario.yaml").is_file():

@@ -110,7 +110,7 @@ def preflight_file(
     *,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Forecast]:
-    """Forecasts every stack and batch size of a scenario file, or of a run's folder.
+    """Forecasts every stack, and batch size within, of a scenario file or of a run's folder.
 
     `overrides` are settings `key=value` of the scenario; a run takes none. `tell` is called before
     each forecast with the numbers done and of all. What does not fit is a FedsimError.

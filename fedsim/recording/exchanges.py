@@ -82,7 +82,7 @@ class Exchange(BaseModel):
     config: dict[str, dict[str, Any]]
     """Numbers and texts of what the server sent: name of a record -> key -> value."""
     metrics: dict[str, dict[str, Any]]
-    """Numbers and texts of the answer, alike."""
+    """Numbers and texts of the answer: name of a record -> key -> value."""
     path: Path = Field(default=Path(), exclude=True)
     """File that this exchange was read from."""
 
@@ -91,7 +91,7 @@ class Exchange(BaseModel):
         return _read_verified(self.path.parent / _broadcast_name(self.broadcast), self.broadcast)
 
     def read_reply(self) -> Tensors:
-        """Returns the tensors answered, named alike; a lost or altered file is a FedsimError."""
+        """Returns the tensors answered, by the app's names; it fails as `read_broadcast`."""
         return _read_verified(self.path.with_suffix(".safetensors"), self.reply)
 
     def number(self, key: str) -> float | None:
@@ -414,7 +414,7 @@ class DeployedPart(BaseModel):
     """Public attribute -> plain value (`plain_value`) or list of texts; others are left out."""
 
     def number(self, key: str) -> float | None:
-        """Returns the setting `key` as a finite number; None if it is missing or anything else."""
+        """Returns `key` as a finite number, or None; an int over 1e308 is an OverflowError."""
         value = self.settings.get(key)
         # To Python a truth value is an integer.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -256,7 +256,10 @@ class LeaderboardRow:
         return self.over_others.get(name) if name in ranking_targets() else None
 
     def above_guess(self, name: str) -> Summary | None:
-        """Returns the gain over the guess in `name`; None without, or if it does not rank so."""
+        """Returns the gain over the guess in metric `name`; None without one.
+
+        It is None, too, if no target ranks by `name`, or one that `ranks_by` its mean.
+        """
         target = ranking_targets().get(name)
         return self.gains.get(name) if target and target.ranks_by != "mean" else None
 

@@ -301,7 +301,7 @@ def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun
 
 
 def measurements(runs: Iterable[StoredRun]) -> list[ResultRow]:
-    """Returns the rows of `runs`, each measurement once; of copies the one with the largest ε."""
+    """Returns the rows of `runs` in order, each measurement once: of copies the largest in ε."""
     rows: dict[tuple[str, str, str], ResultRow] = {}
     for run in runs:
         seed = str(run.setting("seed"))

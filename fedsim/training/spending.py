@@ -38,7 +38,7 @@ def epsilon_of_rounds(noise_multiplier: float, rounds: int, delta: float) -> flo
 
 
 def found_noises(stack: Stack) -> list[tuple[AskedEpsilon, float]]:
-    """Returns (asked ε, noise multiplier found) of all that ask, after `calibrate_noise`."""
+    """Returns (asked ε, noise multiplier) of all that ask, in order, after `calibrate_noise`."""
     return [
         (one.target, float(one.model_dump()["noise_multiplier"]))
         for one in stack.training_defenses

@@ -245,7 +245,7 @@ class Published:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Published:
-        """Reads the bytes that `to_bytes` returned; others are an AbortedError."""
+        """Reads what `to_bytes` returned, signature unchecked; an AbortedError if malformed."""
         if len(content) != _LENGTH:
             raise AbortedError(f"published keys are {len(content)} bytes, expected {_LENGTH}")
         for at in (0, KEY):
