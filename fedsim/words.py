@@ -69,12 +69,12 @@ def format_epsilon(epsilon: float | None) -> str:
 
 
 def format_delta(delta: float) -> str:
-    """Formats δ as `1e-05`, rounded up, with up to six significant digits."""
+    """Formats δ as `1e-05`, with up to six significant digits, rounded as in `format_epsilon`."""
     return _round_to(delta, 6, ROUND_CEILING)
 
 
 def format_bound(epsilon: float) -> str:
-    """Formats the finite lower bound that an audit found for ε, rounded down to three digits."""
+    """Formats an audit's finite lower bound of ε as `format_epsilon` does, but rounded down."""
     return _round_to(epsilon, 3, ROUND_FLOOR)
 
 

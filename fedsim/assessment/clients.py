@@ -102,7 +102,11 @@ class Examples:
     """Number of the model's outputs; labels are below it."""
 
     def read(self, testimony: Testimony) -> tuple[Tensor, Tensor]:
-        """Returns pixels in [0, 1] (N, C, H, W) and labels (N,) int64; a FedsimError if unfit."""
+        """Returns pixels in [0, 1] (N, C, H, W) and labels (N,) int64.
+
+        A FedsimError says that the file is damaged, that pixels or labels are out of range, or that
+        `mean` or `std` has not C numbers.
+        """
         images, labels = testimony.images()
         outside = labels[(labels < 0) | (labels >= self.classes)]
         if len(outside):
@@ -161,10 +165,11 @@ _UNDEFENDED = "none"
 
 @dataclass(kw_only=True)
 class AppTraining:
-    """Tells how an app's clients train and which defenses they apply; a FedsimError if unknown.
+    """Tells how an app's clients train, and which defenses they apply.
 
-    They answer with `weights`, a `delta` from the server's weights, or a `gradient`. A wrong
-    parameter of a defense is a ValidationError of pydantic.
+    They answer with `weights`, a `delta` from the server's weights, or a `gradient`. The
+    constructor refuses a defense that is unknown or out of place by a FedsimError, and a wrong
+    parameter of one by pydantic's ValidationError.
     """
 
     answer: TappedAnswer

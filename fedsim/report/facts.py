@@ -317,7 +317,8 @@ def attacks_nothing(runs: Sequence[StoredRun]) -> bool:
 def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
     """Returns a row for each variant and defense, of all seeds together, by their last rounds.
 
-    The order is that of `runs` and their rounds. A defense without a round has no row.
+    The order is that of `runs` and their rounds. A copied run counts again. A defense without a
+    round has no row.
     """
     cells: dict[tuple[str, str], list[RoundRow]] = {}
     audited: dict[tuple[str, str], list[float]] = {}

@@ -138,7 +138,10 @@ def leaderboard_rows(
 
 
 def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[LeaderboardRow]:
-    """Returns the leaderboard of `rows`, each measurement once, sorted as `leaderboard_rows` is."""
+    """Returns the leaderboard of `rows`, sorted as `leaderboard_rows` is.
+
+    `rows` must hold each measurement once, as `measurements` does: a copy would count as a trial.
+    """
     groups: dict[str, list[ResultRow]] = {}
     for row in rows:
         groups.setdefault(row.cell, []).append(row)

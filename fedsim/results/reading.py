@@ -301,7 +301,10 @@ def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun
 
 
 def measurements(runs: Iterable[StoredRun]) -> list[ResultRow]:
-    """Returns the rows of `runs` in order, each measurement once: of copies the largest in ε."""
+    """Returns the rows of `runs`, each measurement once, in the place of its first copy.
+
+    Copies are rows of equal seed, variant and `ResultRow.content`; that of the largest ε stays.
+    """
     rows: dict[tuple[str, str, str], ResultRow] = {}
     for run in runs:
         seed = str(run.setting("seed"))
