@@ -467,8 +467,8 @@ class Observation:
     spec: ModelSpec | ReleaseSpec
     """Description of the model that was trained, or of the release of a closed-form learner."""
     training: LocalTraining
-    """Local training. For rows, `batch_size` is the mean number that took part, each by the same
-    chance."""
+    """Local training, as the stack's training defenses changed it. For rows, `batch_size` is the
+    mean number that took part, each by the same chance."""
     defense: tuple[Mapping[str, Any], ...]
     """Announced defense stack: `name` and parameters in use of each, in order of application. `std`
     of Gaussian noise is among them even if another parameter declared it."""

@@ -227,7 +227,7 @@ def questions(
 
     Raises:
         AttackFailed: at the first question, if there is a reason that `unanswerable` tells.
-        ValueError: there, too, as of `hand_over`.
+        ValueError: at the first question, too, as of `hand_over`.
     """
     if reason := unanswerable(attack, observation, truth):
         raise AttackFailed(reason)

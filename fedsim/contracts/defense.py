@@ -224,7 +224,7 @@ class TrainingDefense(Plugin):
         return declared
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the function that gives the direction of a local `step`; by default as so far.
+        """Returns the function that gives the direction of a `step`; by default `step.gradient`.
 
         It maps (parameters, images, labels, rng) to tensors named like the parameters. Its rng is
         on the CPU, its images perhaps on a GPU. Noise that protects is drawn as in
