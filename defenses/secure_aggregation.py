@@ -98,14 +98,17 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the mean of clipped updates as `Aggregate.combine` or, with noise, their sum."""
+        """Clips updates, and returns their mean as `Aggregate.combine`, or a sum for `add_noise`.
+
+        That sum, if there is a `noise_multiplier`, weighs all alike, and has the buffers' mean.
+        """
         clipped = self._clip_updates(updates)
         if self.noise_multiplier:
             return sum_updates(clipped, "secure_aggregation")
         return Aggregate().combine(clipped)
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
-        """Returns `combined` as it is or, with noise, the noisy sum over `round.clients`."""
+        """Returns `combined` as it is or, with noise, (`combined` + noise) / `round.clients`."""
         if not self.noise_multiplier:
             return combined
         std = self._noise_of_all(round.sensitivity)

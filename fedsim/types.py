@@ -126,7 +126,7 @@ class LocalTraining:
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether the update is a sum of its steps' gradients, with weights known beforehand."""
+        """Whether the update is a sum of its steps' gradients, times factors known beforehand."""
         rule = self.rule
         if rule is None:
             return True
@@ -644,7 +644,7 @@ class Reconstruction:
     """Number of stages that the body was cut into; from four on, each is inverted on its own. None
     where the attack does not cut the body."""
     rows: Tensor | None = None
-    """(N, d + 1) in [-1, 1]: features and target. An attack answers with N = 1, for its target."""
+    """(N, d + 1) in [-1, 1], entries as in `RowTruth.rows`. An attack answers with N = 1."""
     membership: Tensor | None = None
     """(N,) score of each row or candidate: the higher, the likelier it took part. The scale is the
     attack's own, and a log-likelihood ratio only where the attack says so."""

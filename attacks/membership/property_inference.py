@@ -69,10 +69,11 @@ class PropertyInference(DirectAttack):
     ) -> Reconstruction:
         """Returns the shares; the loss is their mean error on shadows that are left out.
 
-        `class_shares` (K,) of the answer's `more` sum to 1. With `of: clients` there are (n, K)
-        `client_class_shares`, a row for each client of the last update, by ascending number. With
-        `columns` there are (n, D) `client_column_shares` in [0, 1], with -1 where nobody asks. An
-        AttackFailed says that public examples or a column are missing, or rounds are too few.
+        The answer's `more` has one part: `class_shares` (K,), which sum to 1. It is
+        `client_class_shares` (n, K) if `of` is `clients`: a row for each of the last update, by
+        ascending number. `columns` make it `client_column_shares` (n, D) in [0, 1], means of the D
+        entries of an input, and -1 in those of other columns. An AttackFailed says that public
+        examples or a column are missing, rounds are too few, or who took part is not recorded.
         """
         images, labels = knowledge.public_images, knowledge.public_labels
         if images is None or labels is None:

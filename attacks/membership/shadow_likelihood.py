@@ -53,8 +53,8 @@ class ShadowLikelihood(DirectAttack):
     """`log_odds`: of the label, under the client's model, as published. `cosine`: of the gradient
     and the update, estimated by a random sketch for updates of more than 262,144 entries."""
     held: Annotated[int, Field(ge=1)] | None = None
-    """Number of examples that a shadow client holds beside candidates. None: as many as it holds
-    candidates, or all that are public if these are fewer."""
+    """Number of public examples that a shadow holds beside candidates, at most all that there are;
+    the clients of a shadow sum share them. None: as many as it holds candidates."""
 
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator

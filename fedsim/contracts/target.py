@@ -333,7 +333,10 @@ class Target(Plugin):
         return {name: tensors[name] for name in self.saved_beside if name in tensors}
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns (answer or None, truth by name) from tensors as `tensors_to_save` names them."""
+        """Returns (answer or None, truth) from tensors as `tensors_to_save` names them.
+
+        The truth has keys `truth_name` and those of `saved_beside`; it is empty if none was saved.
+        """
         answer_name, truth_name = self.saved_as or (self.part, f"truth_{self.part}")
         true = tensors.get(truth_name)
         known = {} if true is None else {self.truth_name: true, **self._select_beside(tensors)}

@@ -45,10 +45,10 @@ class NoiseNotes:
     def use_once(
         self, own: tuple[int, ...], values: Sequence[Tensors], what: str = "noise"
     ) -> None:
-        """Notes that the noise of one release is used for `values`; others are a FedsimError.
+        """Notes that a release's noise is used for `values`; later, others are a FedsimError.
 
-        `own` is the key of the release, and `values` all that decides it, or the release itself.
-        `what` names in an error what is used once.
+        `own` is its `release_key`, and `values` all that decides it, or the release itself. `what`
+        names in an error what is used once.
         """
         at, noted = digest(*values), self._read()
         before = [entry["digest"] for entry in noted if entry["asked"] == list(own)]
@@ -66,7 +66,7 @@ class NoiseNotes:
         return [entry["asked"][0] for entry in self._read()]
 
     def refuse_past(self, own: tuple[int, ...]) -> None:
-        """Refuses, by a FedsimError, a new release of key `own` in a round before a noted one."""
+        """Refuses, by a FedsimError, a new release `own` (`release_key`) before a noted round."""
         # What was released before may be said again, since it is the same bytes.
         is_released = any("release" in entry for entry in self._read() if entry["asked"] == [*own])
         last = max(self.rounds(), default=0)
@@ -79,7 +79,7 @@ class NoiseNotes:
     def note_release(self, own: tuple[int, ...], release: Sequence[Tensors]) -> None:
         """Notes a digest of the tensors that are released; others later are a FedsimError.
 
-        `use_once` has to have noted the key `own` before.
+        `use_once` has to have noted `own`, the `release_key`, before.
         """
         at, noted = digest(*release), self._read()
         for entry in noted:

@@ -110,7 +110,10 @@ class Exchange(BaseModel):
 
 
 class Recorder:
-    """Writes exchanges of one run to `folder`, one thread at a time; callers ask `wants` first."""
+    """Writes exchanges of one run to `folder`.
+
+    Callers ask `wants` first, and see to it that one thread at a time calls.
+    """
 
     def __init__(
         self,
@@ -129,7 +132,7 @@ class Recorder:
             run_id: Id of the run, as Flower gives it.
             side: Side of the app that records.
             rounds: Rounds that are recorded, from 1; None for all.
-            clients: Maximum number of nodes, of those that come first; None for all.
+            clients: Maximum number of nodes, the first that this recorder meets; None for all.
             max_bytes: Maximum size of the run's recorded files.
         """
         self.folder = out / f"run-{run_id}"

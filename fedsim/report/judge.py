@@ -298,11 +298,12 @@ def _best_of_several(
 
 
 def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
-    """Returns how badly `row`, chosen among `rows`, leaks pictures or features.
+    """Returns how badly `row`, chosen among all `rows` of its stack, leaks pictures or features.
 
     It is `leak`, `partial` (a small gain), a target's part such as `features`, `undecided` (nothing
     tells a gain from prior knowledge), `unseen` (no gain), `unknown` (not attacked) or `failed`.
-    The lower ends of intervals decide; labels and members do not count.
+    Intervals widen with the number of `rows`, and their lower ends decide. Labels and members do
+    not count.
     """
     if row.n_ok == 0:
         return "failed"
@@ -482,7 +483,10 @@ def _leakable() -> tuple[Leaking, ...]:
 
 
 def works(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
-    """Whether anything leaks for certain to the attack of `row`, which was chosen among `rows`."""
+    """Whether anything leaks for certain to the attack of `row`.
+
+    It was chosen among `rows`, all of its stack and comparison, whose number widens intervals.
+    """
     return any(_leaks(row, rows, what) for what in _leakable())
 
 

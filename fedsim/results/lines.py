@@ -431,9 +431,9 @@ class RoundRow(RowPart):
     stayed as it was). `test_accuracy` and `test_chance`, the share of the most frequent class of
     `test_examples`, are in [0, 1]. ε is that of all rounds so far, and `sigma` the σ of rows σ I
     that each client appends to its table. `failures` has the number of updates left out, by reason,
-    and `details` a line on each. `zero_updates` of the aggregated were zero everywhere, and
-    `probe_failures` left no recording. `seconds` are wall time. None stands where nothing is known
-    or evaluated.
+    and `details` a line on each, at most 20. `zero_updates` of the aggregated were zero everywhere,
+    and `probe_failures` left no recording. `seconds` are wall time. None stands where nothing is
+    known or evaluated.
     """
 
     defense: str

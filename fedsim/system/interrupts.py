@@ -57,7 +57,7 @@ def how_to_go_on() -> str:
 
 
 def say(write: Callable[[str], object]) -> None:
-    """Calls `write` with a line on the interrupt and how to go on; `command` then writes none."""
+    """Calls `write` with a line, no newline, on how to go on; `command` then writes none."""
     write(f"interrupted; {how_to_go_on()}")
     _state.reported = True  # after it: twice is better than never
 

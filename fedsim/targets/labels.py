@@ -72,7 +72,7 @@ class Labels(Target):
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
         """Scores a checked answer by `label_accuracy`: the share of N true labels recovered.
 
-        A truth whose labels are no integers (N,) is a ScoringError.
+        A truth whose labels are no integers (N,) is a ScoringError, one without any a KeyError.
         """
         _check_labels(truth.tensors()["labels"], "truth")
         return super().compare(answer, truth, aids)

@@ -203,7 +203,7 @@ class Membership(Target):
     def tensors_to_save(
         self, found: Reconstruction, truth: Truth, assignments: Mapping[str, list[int]], aids: Aids
     ) -> dict[str, Tensor]:
-        """Returns `membership` (N,), and who took part, (N,) bool; empty without an answer."""
+        """Returns `membership` (N,), and the truth by the key of `read_saved`; else empty."""
         saved = super().tensors_to_save(found, truth, assignments, aids)
         if saved and CANDIDATE_MEMBERS in truth.tensors():
             # A truth of "members" would be read back as one of rows.
@@ -211,7 +211,10 @@ class Membership(Target):
         return saved
 
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Returns (scores (N,) or None, {name: who took part, (N,) bool}) from saved `tensors`."""
+        """Returns (scores (N,) or None, {key: who took part, (N,) bool}) from saved `tensors`.
+
+        The key is `candidate_members`, or `members` of a table's rows.
+        """
         if CANDIDATE_MEMBERS not in tensors:
             return super().read_saved(tensors)
         return tensors.get(self.part), {CANDIDATE_MEMBERS: tensors[CANDIDATE_MEMBERS]}

@@ -78,7 +78,7 @@ class Rows(Target):
     """Scores rows of a table that took part in a release."""
 
     part: ClassVar[str] = "rows"
-    """Name of answers, (n, d + 1) in [-1, 1] in the order of the n true rows (features, target)."""
+    """Name of answers: entries as in `RowTruth.rows`, in [-1, 1], in the order of the true rows."""
     noun: ClassVar[str] = "rows"
     singular: ClassVar[str] = "row"
     order: ClassVar[float] = 3.0

@@ -201,7 +201,7 @@ class Server:
         return self.computation.spec
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns (parameters, buffers) before the first round, the same for every stack.
+        """Returns (parameters, buffers) before round 1, equal for stacks without a `ModelDefense`.
 
         A FedsimError says that the file `training.weights` is missing or of another model.
         """

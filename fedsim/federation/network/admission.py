@@ -176,7 +176,10 @@ class Signatures:
 
     @contextmanager
     def holding(self, key: bytes, size: int) -> Iterator[None]:
-        """Counts `size` bytes held for `key` in a `with` block; too many are a Refusal (503)."""
+        """Counts `size` bytes as held for `key` (PEM) in a `with` block.
+
+        A Refusal (503) says that the key would hold too many or, of a large `size`, all keys would.
+        """
         # Small ones pass even if large ones have taken all there is, so that no node blocks the
         # others.
         is_small = size <= _STRANGER_BYTES
