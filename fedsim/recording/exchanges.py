@@ -80,9 +80,10 @@ class Exchange(BaseModel):
     reply: str = Field(pattern=r"^[0-9a-f]{32}$")
     """Digest of the file that holds what the client answered."""
     config: dict[str, dict[str, Any]]
-    """Numbers and texts of what the server sent: name of a record -> key -> value."""
+    """Numbers and texts of what the server sent: name of a record -> key -> value. Of a Flower app
+    there are up to 200 records of 200 entries, and texts of 200 characters."""
     metrics: dict[str, dict[str, Any]]
-    """Numbers and texts of the answer: name of a record -> key -> value."""
+    """Numbers and texts of the answer, alike."""
     path: Path = Field(default=Path(), exclude=True)
     """File that this exchange was read from."""
 
@@ -414,7 +415,7 @@ class DeployedPart(BaseModel):
     name: str = Field(max_length=LONGEST)
     """Import name of its class or function."""
     settings: dict[str, PlainValue] = {}
-    """Public attribute -> plain value (`plain_value`) or list of texts; others are left out."""
+    """Public attribute, of 200 at most -> `plain_value` or up to 200 texts; others are left out."""
 
     def number(self, key: str) -> float | None:
         """Returns `key` as a finite number, or None; an int over 1e308 is an OverflowError."""

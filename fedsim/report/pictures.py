@@ -304,9 +304,9 @@ class _ShownDefense:
 def save_overview(folder: Path) -> Path | None:
     """Writes `overview.png` of a run or a sweep; returns its path, or None without an image.
 
-    Victims are columns, and defenses of every variant are rows. A defense that none of these images
-    was attacked behind is left out. A FedsimError says that the folder holds no results, or that a
-    file in it is damaged.
+    Columns are victims: the worst, median and best of a round's. Rows are up to 40 defenses of all
+    variants. A defense that none of these images was attacked behind is left out. A FedsimError
+    says that the folder holds no results, or that a file in it is damaged.
     """
     defenses = _choose_defenses(load_runs([folder]))
     if not defenses:
