@@ -33,9 +33,12 @@ def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation
     The result's parameters are the sent ones plus that share of the update, its update is the
     steps' mean gradient, and its training is one step of FedSGD.
     """
-    factor = mean_gradient_factor(observation.training)
+    factor, effect = mean_gradient_factor(observation.training), observation.effect
+    # Limits of entries and of the length are in units of the update.
+    cut, bound = (None if x is None else x * abs(factor) for x in (effect.truncated, effect.bound))
     return replace(
         observation,
+        effect=replace(effect, truncated=cut, bound=bound),
         parameters={
             name: value + share * observation.update[name] if share else value
             for name, value in observation.parameters.items()

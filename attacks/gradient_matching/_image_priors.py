@@ -152,13 +152,17 @@ class KnownFeatures(NamedTuple):
     """Comparison of features: by direction alone, or by distance."""
     trust: Tensor | float = 1.0
     """(N,): weight of each image's misfit; or one weight for all."""
+    known: Tensor | float = 1.0
+    """(d,): 1 for entries whose distances count, and 0 for others; or 1 for all."""
 
     def misfit(self, features: Tensor) -> Tensor:
         """Computes the mean over images (0-d) of 1 - cos² or |x - f|² / |f|², times their trust."""
         if self.measure == "squared_cosine":
             away = 1 - F.cosine_similarity(features, self.values).square()
         else:
-            away = (features - self.values).square().sum(1) / self.values.square().sum(1)
+            away = ((features - self.values) * self.known).square().sum(
+                1
+            ) / self.values.square().sum(1)
         return (self.trust * away).mean()
 
 
@@ -174,6 +178,7 @@ class ForwardPrior:
         *,
         feature_weight: float = 1.0,
         batch_norm: float = 0.0,
+        views: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Prepares both misfits.
 
@@ -183,6 +188,8 @@ class ForwardPrior:
             features: Features that the images are known to have; None for none.
             feature_weight: Factor of the misfit of features.
             batch_norm: Factor of the misfit of statistics; at 0 none are read.
+            views: Function from images to all views that the client trained on, copy after copy;
+                an image's features are then the mean of theirs.
         """
         self._features, self._feature_weight = features, feature_weight
         self._statistics = _statistics(observation, knowledge) if batch_norm else {}
@@ -196,6 +203,7 @@ class ForwardPrior:
         buffers = {n: t.clone() for n, t in observation.buffers.items()}
         forward = features_function(model, buffers, observation.training)
         self._forward: Callable[[Tensor], Tensor] = lambda images: forward(parameters, images)
+        self._views = views
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Computes value (0-d) and slope (N, C, H, W) at normalized `images`."""
@@ -203,7 +211,11 @@ class ForwardPrior:
             return images.new_zeros(()), torch.zeros_like(images)
         with torch.enable_grad():
             variable = images.detach().clone().requires_grad_()
-            features = self._forward(variable)
+            if self._views is None:
+                features = self._forward(variable)
+            else:
+                features = self._forward(self._views(variable))
+                features = features.view(-1, len(images), features.shape[1]).mean(0)
             value = variable.new_zeros(())
             if self._features is not None:
                 value = value + self._feature_weight * self._features.misfit(features)

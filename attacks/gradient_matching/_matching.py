@@ -7,6 +7,7 @@ several local steps, for one client as for the mean of many.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -196,7 +197,7 @@ _DRAWS = {torch.randn, torch.randn_like}
 
 
 @final
-class _GivenDraws(TorchFunctionMode):
+class GivenDraws(TorchFunctionMode):
     """Lets a model take `given` tensors for the normal values that it draws, in their order."""
 
     def __init__(self, given: Sequence[Tensor] = ()) -> None:
@@ -246,6 +247,23 @@ def _orthogonal_distance(
 
 ComparedTensors = Literal["all", "body"]
 """Tensors that are compared: `all`, or those of the `body`, which are all but the head's."""
+
+
+def excess(update: Tensor, bound: Tensor | float) -> Tensor:
+    """Returns by how much each entry of `update` exceeds `bound` in magnitude, with its sign."""
+    return update.sign() * (update.abs() - bound).clamp_min(0)
+
+
+def removal_bounds(observation: Observation, update: Tensors) -> list[float] | None:
+    """Bounds the removed entries of each tensor of `update`; None if none was removed."""
+    effect = observation.effect
+    if effect.removed is None:
+        return None
+    # Entries that were not chosen by magnitude, or with noise, may have been anything.
+    if effect.removed == "others" or effect.noisy or observation.num_clients > 1:
+        return [math.inf] * len(update)
+    least = [float(t[t != 0].abs().min()) if t.any() else math.inf for t in update.values()]
+    return least if effect.removed == "smallest_of_tensor" else [min(least)] * len(least)
 
 
 Effects = Literal["ignored", "simulated"]
@@ -304,6 +322,8 @@ class Matching:
         """Names of the tensors that are compared, in the order of the target."""
         self._target = self._make_target()
         # Of all entries, padding included: a defense kept the length of the whole tensor.
+        seen = replace(observation, effect=self._simulated)
+        self._bounds = removal_bounds(seen, {n: observation.update[n] for n in self.names})
         self._norms = [observation.update[n].to(dtype).norm() for n in self.names]
         if tensors == "body" and not self._target.square:
             raise AttackFailed(
@@ -371,7 +391,7 @@ class Matching:
         if not self._simulated.drawn:
             return candidate
         # A pass whose update is thrown away tells how many draws there are, and their shapes.
-        with _GivenDraws() as chance, global_stream(int(torch.randint(2**31, (), generator=rng))):
+        with GivenDraws() as chance, global_stream(int(torch.randint(2**31, (), generator=rng))):
             self.update(candidate.images, candidate.targets().detach(), create_graph=False)
         drawn = tuple(each.detach().clone().requires_grad_() for each in chance.taken)
         return replace(candidate, drawn=drawn)
@@ -421,11 +441,9 @@ class Matching:
             candidate = Candidate(variables[0], labels, soft)
             drawn = variables[1 if labels is not None else 2 :]
             # Without a mode where nothing is fitted: it would slow every operation.
-            with _GivenDraws(drawn) if drawn else nullcontext():
+            with GivenDraws(drawn) if drawn else nullcontext():
                 update = self.update(candidate.images, candidate.targets())
-            pairs = zip(update, self._target.tensors, strict=True)
-            # What was removed is seen, as it is zero in the observed update: no slope follows.
-            update = [u * (t != 0) if self._simulated.removed else u for u, t in pairs]
+            update = self._censor(update)
         with torch.no_grad():
             found = [u.detach() for u in update]
             if self._simulated.orthogonal:
@@ -436,6 +454,19 @@ class Matching:
         # Vector-Jacobian product with the distance's own derivative: no graph of the distance.
         slopes = torch.autograd.grad(update, variables, direction)
         return loss, *(slope.mul_(scale).contiguous() for slope in slopes)
+
+    def _censor(self, update: list[Tensor]) -> list[Tensor]:
+        """Leaves of each entry that was removed only what exceeds the largest that would be."""
+        if self._bounds is None:
+            return update
+        # Directions are compared: bounds are in units of the entries that are left.
+        kept = [u * (t != 0) for u, t in zip(update, self._target.tensors, strict=True)]
+        square = _inner_product(kept, kept) / self._target.square
+        scale = square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
+        return [
+            k if math.isinf(bound) else torch.where(t == 0, excess(u, scale * bound), u)
+            for u, k, t, bound in zip(update, kept, self._target.tensors, self._bounds, strict=True)
+        ]
 
     def _bound_update(self, update: Tensors) -> Tensors:
         """Clips and cuts a client's recomputed update as its defenses did, in their order."""

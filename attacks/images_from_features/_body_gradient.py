@@ -12,7 +12,9 @@ nearer, and so on. At the true images nothing is left.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple, final
 
 import torch
@@ -21,19 +23,24 @@ from torch import Tensor, nn
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.models.victim import rebuild
+from fedsim.rng import generator
 from fedsim.types import Observation
 from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights, smooth
 from fedsim_attacks.fast_autograd._tape import tape_if_it_pays
+from fedsim_attacks.gradient_matching._drawing import Adam, half_cosine
 from fedsim_attacks.gradient_matching._image_priors import ForwardPrior, KnownFeatures
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
     Distance,
     DistanceValue,
+    GivenDraws,
     MatchedUpdate,
     Matching,
     cosine_distance,
+    excess,
     layout,
+    removal_bounds,
     reweighted_cosine,
 )
 from fedsim_attacks.images_from_features._heads import Signals
@@ -85,6 +92,7 @@ def lay_out(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=layout(tensor))
 
 
+_AT_CUT = 1 - 1e-6  # share of the cut from which an entry counts as cut, as it may be rounded
 _LEAST_SHARE = 0.02  # least share of one step's gradient in an update of several
 
 
@@ -105,7 +113,11 @@ class PartUpdate:
         self._target = [
             lay_out(body.without_padding(name, tensor)) for name, tensor in update.items()
         ]
-        self._bounds = _bounds(body.observation, update)
+        effect = body.observation.effect
+        self._bounds = removal_bounds(body.observation, update)
+        # A clip behind the cut has scaled it as all else, and `scale` undoes that.
+        cut = math.inf if effect.truncated is None else effect.truncated
+        self._cut = cut if effect.scaled_last else cut / float(scale)
         self._names = list(update)
         self._clipped = body.observation.effect.scaled
         self._scaled, self._share = approximate, 1.0
@@ -135,36 +147,23 @@ class PartUpdate:
         """Computes the factor (0-d) at which `update` fits best, without a gradient."""
         with torch.no_grad():
             pairs = list(zip(update, self._target, strict=True))
+            # Entries that were removed or cut say only a bound: the factor is fitted to the others.
+            pairs = [(u * self._is_whole(t), t * self._is_whole(t)) for u, t in pairs]
             across = torch.stack([(u * t).sum() for u, t in pairs]).sum()
-            # Removed entries say only how large they are not: the factor is fitted to the others.
-            compared_entries = [u if self._bounds is None else u * (t != 0) for u, t in pairs]
-            own = torch.stack([u.square().sum() for u in compared_entries]).sum()
+            own = torch.stack([u.square().sum() for u, _ in pairs]).sum()
             return (across / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp_min(_LEAST_SHARE)
+
+    def _is_whole(self, target: Tensor) -> Tensor:
+        whole = target.abs() < _AT_CUT * self._cut
+        return whole if self._bounds is None else whole & (target != 0)
 
     def _subtract(self, index: int, update: Tensor) -> Tensor:
         target = self._target[index]
-        difference = update - target
+        difference = update.clamp(-self._cut, self._cut) - target
         if self._bounds is None:
             return difference
-        bound = self._bounds[index]
         # A removed entry was below the bound: only what exceeds it is a misfit (Tobin 1958).
-        over = update - update.clamp(-bound, bound)
-        return torch.where(target == 0, over, difference)
-
-
-def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor] | None:
-    """Bounds the removed entries of each tensor; None if none was removed."""
-    removed = observation.effect.removed
-    if removed is None or observation.effect.noisy:
-        return None
-    # Entries that were not chosen by magnitude may have been anything.
-    if removed == "others":
-        return [tensor.new_full((), torch.inf) for tensor in update.values()]
-    kept = [tensor[tensor != 0].abs() for tensor in update.values()]
-    least = [part.min() if len(part) else part.new_full((), torch.inf) for part in kept]
-    if removed == "smallest_of_tensor":
-        return least
-    return [torch.stack(least).min()] * len(least)
+        return torch.where(target == 0, excess(update, self._bounds[index]), difference)
 
 
 def nonzero_energy(energy: Tensor) -> Tensor:
@@ -397,9 +396,16 @@ def _energy(tensors: Sequence[Tensor], body: Sequence[bool], part: bool) -> Tens
     return whole.clamp_min(torch.finfo(tensors[0].dtype).tiny)
 
 
+_DRAW_STEP = 0.1  # first step size of what a model draws, in standard deviations
+
+
 @final
 class WholeGradient:
-    """The observed update of all tensors, and its recomputation from candidate images."""
+    """The observed update of all tensors, and its recomputation from candidate images.
+
+    Candidates are put through what the client's defenses did, as far as it is declared. What a
+    model draws is fitted beside the images: every call moves it.
+    """
 
     def __init__(
         self,
@@ -410,6 +416,7 @@ class WholeGradient:
         calls: int,
         features: Tensor | None = None,
         weight: float = 0.0,
+        known: Tensor | float = 1.0,
         by_part: bool = False,
     ) -> None:
         """Prepares the comparison, of an update of one gradient or of several local steps.
@@ -421,13 +428,23 @@ class WholeGradient:
             calls: Number of evaluations to come.
             features: Features (N, d) of the images; None if unknown.
             weight: Factor of the misfit of features in the slope.
+            known: 1 for entries (d,) of features that count, and 0 for others; 1 for all.
             by_part: Whether body and head are compared in squared distance, each relative to its
                 own length, and not by direction.
         """
-        self._matching = Matching(observation, calls=calls, width=width)
+        self._matching = Matching(observation, calls=calls, width=width, effects="simulated")
         self._labels, self._weight = labels, weight
-        wanted = None if features is None else KnownFeatures(features, "relative")
-        self._prior = ForwardPrior(observation, Knowledge(), wanted)
+        start = self._matching.random_candidate(labels, generator(observation.seed, "drawn"))
+        self._drawn = tuple(each.detach() for each in start.drawn)
+        self._chance, self._calls, self._done = Adam(self._drawn), calls, 0
+        wanted = None if features is None else KnownFeatures(features, "relative", known=known)
+        changed, spec = self._matching.changed, observation.model
+        self._prior = ForwardPrior(
+            observation,
+            Knowledge(),
+            wanted,
+            views=(lambda x: changed.simulate(x, labels, spec)[0]) if changed.copied else None,
+        )
         self._distance: Distance = cosine_distance
         if by_part:
             clipped = observation.effect.scaled
@@ -437,8 +454,12 @@ class WholeGradient:
 
     def __call__(self, images: Tensor) -> Misfit:
         """Evaluates the misfit at normalized `images` (N, C, H, W)."""
-        candidate = Candidate(images, self._labels)
-        loss, (slope,) = self._matching.differentiate(candidate, self._distance)
-        distance_of_features, pull = self._prior(images)
+        candidate = Candidate(images, self._labels, drawn=self._drawn)
+        loss, (slope, *others) = self._matching.differentiate(candidate, self._distance)
+        with GivenDraws(self._drawn) if self._drawn else nullcontext():
+            distance_of_features, pull = self._prior(images)
+        if others:
+            self._chance.step(others, _DRAW_STEP * half_cosine(self._done / self._calls))
+            self._done += 1
         slope = slope + self._weight * pull
         return Misfit(loss, distance_of_features, self._weight, slope)

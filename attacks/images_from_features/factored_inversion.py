@@ -134,6 +134,7 @@ class _Phases:
     def __init__(
         self,
         observation: Observation,
+        seen: Observation,
         recovered: Tensor | None,
         seed: int,
         settings: FactoredInversion,
@@ -142,14 +143,18 @@ class _Phases:
     ) -> None:
         """Plans the first phase, of `recovered` features (N, d), right or wrong, or of none.
 
-        `inferred` are labels (N,) of the update before anything was taken from `observation`.
+        Candidates are compared with `seen`, the update as it is. `observation` is what the head is
+        read from, and `inferred` are labels (N,), if its entries no longer tell them.
         """
         self._observation, self._recovered, self._settings = observation, recovered, settings
         self._inferred = inferred
         self._several = observation.training.steps > 1 or observation.num_clients > 1
-        self._as_one = as_one_gradient(observation) if self._several else observation
+        # Error signals recompute a gradient, of which a single local step sends a multiple.
+        one = self._several or observation.training.sums_gradients
+        self._as_one = as_one_gradient(observation) if one else observation
+        self._seen, self._compared = seen, as_one_gradient(seen) if one else seen
         self._head, self._stream = head_of(self._as_one), generator(seed, "peeling")
-        self._staged = StagedBody(self._as_one, self._stream, width=settings.jump_width)
+        self._staged = StagedBody(self._compared, self._stream, width=settings.jump_width)
         self._is_deep = len(self._staged.stages) >= _DEEP
         self._contrast_seen = self._staged.contrast_seen
         unrolls = self._several and not self._is_deep
@@ -234,7 +239,7 @@ class _Phases:
     def _compare_whole(self, labels: Tensor, iterations: int) -> _Phase:
         """Makes a phase that knows of no feature: candidates' whole update is compared."""
         settings = self._settings
-        misfit = WholeGradient(self._as_one, labels, width=settings.jump_width, calls=iterations)
+        misfit = WholeGradient(self._compared, labels, width=settings.jump_width, calls=iterations)
         variation = max(_WHOLE_VARIATION, settings.total_variation)
         contrast = 1.0 if self._contrast_seen < _FAINT else None
         return _Phase(misfit, iterations, settings.step_size, variation, labels, contrast=contrast)
@@ -274,11 +279,12 @@ class _Phases:
         # Nothing is asked of the update's length, which far candidates meet by making it small.
         settings = self._settings
         misfit = WholeGradient(
-            self._as_one,
+            self._compared,
             known.labels,
             width=settings.jump_width,
             calls=iterations,
             features=known.features,
+            known=self._told_columns(known.features),
             weight=_DIRECTION_FEATURES * settings.feature_weight,
         )
         return _Phase(
@@ -291,6 +297,19 @@ class _Phases:
             final_variation=_DIRECTION_FINAL,
         )
 
+    def _told_columns(self, features: Tensor) -> Tensor | float:
+        """Returns 1 for `features` (N, d) that the head's gradient tells, (d,), and 0 for others.
+
+        It is 1 for all where the head tells them all.
+        """
+        left = remove_truncated(self._compared)
+        # What is removed by its size is small, which says as much of the feature.
+        if left.effect.removed != "others" or left.effect.noisy:
+            return 1.0
+        head = head_of(left)
+        assert isinstance(head, ClassifierGradient)
+        return head.gradient[:, : features.shape[1]].any(0).to(features)
+
     def _plan_whole(self, known: Signals, iterations: int) -> _Phase:
         """Makes the phase that compares the whole body's share of the update."""
         settings, variation = self._settings, self._settings.total_variation
@@ -298,7 +317,7 @@ class _Phases:
         # As of a likelihood: twice the noise's variance times the prior's energy of all values.
         demanded = 2 * _PRIOR * values * relative_noise_variance(self._as_one, self._head)
         misfit = PartGradient.of_body(
-            self._as_one,
+            self._compared,
             known,
             weight=settings.feature_weight,
             width=settings.jump_width,
@@ -380,7 +399,7 @@ class _Phases:
             features = _features(self._observation, images)
         known = self._signals(features)
         misfit = WholeGradient(
-            self._observation,
+            self._seen,
             known.labels,
             width=settings.jump_width,
             calls=iterations,
@@ -473,10 +492,10 @@ class FactoredInversion(IterativeAttack[_FactoredInversionState]):
         seed = int(torch.randint(2**31, (), generator=rng))
         public = knowledge.public_images if self.public else None
         # What images look like has to count for more the more noise there is.
+        seen, inferred = observation, None
         if altered := public is None and _is_altered_direction(observation):
             observation = replace(observation, effect=Effect(model=observation.effect.model))
-        inferred = None
-        if observation.effect.truncated is not None and not observation.effect.noisy:
+        elif observation.effect.truncated is not None and not observation.effect.noisy:
             # A truncated entry still has its sign, which is all that a label may need.
             with suppress(AttackFailed):
                 inferred = infer_labels(observation)
@@ -487,7 +506,7 @@ class FactoredInversion(IterativeAttack[_FactoredInversionState]):
             recovered = replace(recovered, certified=None, determined=None)
         features = None if recovered is None else recovered.features
         prior = None if public is None else ImagePrior(observation, public)
-        phases = _Phases(observation, features, seed, self, prior, inferred)
+        phases = _Phases(observation, seen, features, seed, self, prior, inferred)
         matching = Matching(observation)
         images = matching.random_candidate(phases.present.labels, rng, std=0.3).images.detach()
         # The expected images, given public ones, are nearer than random pixels.

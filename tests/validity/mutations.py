@@ -226,8 +226,8 @@ an own attack blind to pruning
     attacks/head_features/_head_gradient.py:HeadGradient.read [validity/test_effects]
     effect.removed is not None => False
 bounds of removed entries ignored
-    attacks/images_from_features/_body_gradient.py:_bounds [validity/test_effects]
-    removed is None or observation.effect.noisy => removed
+    attacks/gradient_matching/_matching.py:removal_bounds [validity/test_effects]
+    effect.removed is None => effect.removed
 a stack that drops what a second defense does
     fedsim/types.py:Effect.then [validity/test_effects]
     self.noise + after.noise => self.noise or after.noise

@@ -22,8 +22,8 @@ from fedsim.contracts.stack import chain
 from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import UNKNOWN, Effect, LocalTraining, Noise, Observation, Tensors
+from fedsim_attacks.gradient_matching._matching import removal_bounds
 from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.images_from_features import _body_gradient
 
 ROOT = Path(fedsim.__file__).parent
 STACKS: dict[str, list[dict[str, Any]]] = {
@@ -176,7 +176,7 @@ def test_what_is_declared_changes_what_the_head_is_taken_for(stack: str) -> None
 
 def bounds(removed: Any) -> Any:
     seen = replace(observed(STACKS["pruned"]), effect=Effect(removed=removed))
-    return _body_gradient._bounds(seen, dict(seen.update))
+    return removal_bounds(seen, dict(seen.update))
 
 
 def test_a_zero_tells_what_the_rule_says() -> None:

@@ -20,8 +20,8 @@ from fedsim_attacks.gradient_matching._changed_batches import (
 )
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
+    GivenDraws,
     Matching,
-    _GivenDraws,
     _orthogonal_distance,
     squared_distance,
 )
@@ -140,7 +140,7 @@ def test_draws_are_variables_and_the_objective_is_zero_at_the_true_ones():
     assert not blind.drawn and [tuple(each.shape) for each in drawn] == [(2, 256)]
     truth = replace(Candidate(images[:2], labels[:2]), drawn=drawn)
     # The simulator hands out no draws: the client of these ones is simulated here.
-    with _GivenDraws(drawn):
+    with GivenDraws(drawn):
         update = matching.update(truth.images, truth.targets(), create_graph=False)
     client = replace(seen, update=dict(zip(matching.names, update, strict=True)))
     knows = Matching(client, effects="simulated")

@@ -345,3 +345,20 @@ def test_where_all_that_counts_is_zero_entries_weigh_alike():
     alone = cosine_distance(update[:1], target_of(target.tensors[:1]))
     assert float(found[0]) == pytest.approx(float(alone[0]), rel=1e-5)
     assert all(bool(each.isfinite().all()) for each in found[1])
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_an_entry_that_was_removed_for_its_size_was_small(scope):
+    """Nothing is amiss at the truth, also of a clipped update; elsewhere large ones are."""
+    images, labels = example_batch(1)
+    pruning = {"name": "gradient_pruning", "ratio": 0.9, "scope": scope}
+    seen, _ = make_observation(images, labels, defense=[{"name": "clip", "norm": 1e-3}, pruning])
+
+    def distance(at, effect):
+        matching = Matching(replace(seen, effect=effect), effects="simulated")
+        candidate = Candidate(normalize(at, seen.model), labels)
+        return float(matching.differentiate(candidate, cosine_distance)[0])
+
+    anything = replace(seen.effect, removed="others")
+    assert distance(images, seen.effect) < 1e-5
+    assert distance(1 - images, seen.effect) > 1.01 * distance(1 - images, anything)

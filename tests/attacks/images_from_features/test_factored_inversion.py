@@ -9,7 +9,7 @@ from deep_victims import HEAD, descend
 from torch import nn
 
 from fedsim import rng
-from fedsim.contracts.attack import solve
+from fedsim.contracts.attack import remove_truncated, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
@@ -24,20 +24,21 @@ from fedsim_attacks.images_from_features._body_gradient import (
     _distance_by_part,
 )
 from fedsim_attacks.images_from_features._heads import signals
-from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
+from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion, _Phases
 
 MODEL = {"model": "convnet", "model_parameters": {"width": 8, "head": HEAD}}
 
 
-def observe(defense, lr=0.001):
-    training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=3, lr=lr)
+def observe(defense, lr=0.001, algorithm="fedsgd"):
+    training = LocalTraining(algorithm=algorithm, steps=1, batch_size=3, lr=lr)
     return make_observation(*example_batch(3), **MODEL, defense=defense, training=training)
 
 
 def misfit(observation, truth, images, width=0.0):
     """At pixels `images`, given the true features."""
+    # Error signals are read off a head without cut entries, which the body is compared with.
     known, options = (
-        signals(observation, truth.features),
+        signals(remove_truncated(observation), truth.features),
         {"weight": 1.0, "width": width, "calls": 1},
     )
     if observation.training.steps == 1:
@@ -49,6 +50,7 @@ def misfit(observation, truth, images, width=0.0):
     return objective(normalize(images, observation.model))
 
 
+CUT = {"name": "percentile_privacy", "percentile": 50, "gamma": 0.05}
 LOCAL = {"name": "local_aggregation", "steps": 3, "batches": "same"}
 
 
@@ -59,6 +61,8 @@ LOCAL = {"name": "local_aggregation", "steps": 3, "batches": "same"}
         [{"name": "clip", "norm": 1e-3}],
         [{"name": "gradient_pruning", "ratio": 0.9}],
         [{"name": "gradient_pruning", "ratio": 0.9, "scope": "tensor"}],
+        [CUT],
+        [CUT, {"name": "clip", "norm": 1e-3}],
         [LOCAL],
         [LOCAL, {"name": "clip", "norm": 1e-4}],
         [{"name": "dropout", "rate": 0.5}],
@@ -74,6 +78,27 @@ def test_the_objective_is_zero_at_the_truth(defense):
     wrong = misfit(observation, truth, 1 - truth.images, width=1.0)
     assert float(wrong.update) > 1e-2
     assert float(wrong.features) > 1e-2
+
+
+def test_a_cut_entry_was_no_smaller():
+    observation, truth = observe([CUT])
+    known = signals(remove_truncated(observation), truth.features)
+    update = PartGradient.of_body(observation, known, weight=1.0, width=0.0, calls=1)._update
+    cut = [t.abs() > (1 - 1e-5) * CUT["gamma"] for t in update._target]
+    halves, _ = update.compare([t / 2 for t in update._target])
+    twice, _ = update.compare([2 * t for t in update._target])
+    torch.testing.assert_close(halves, [-t / 2 for t in update._target])
+    # As of a removed one, which was no larger, only a bound is known.
+    left = torch.cat([each[c] for each, c in zip(twice, cut, strict=True)])
+    assert len(left) > 100
+    torch.testing.assert_close(left, torch.zeros_like(left))
+
+
+def test_one_local_step_sends_a_multiple_of_the_gradient_that_is_compared():
+    observation, truth = observe([], algorithm="fedavg")
+    phase = _Phases(observation, observation, truth.features, 0, FactoredInversion()).present
+    assert isinstance(phase.misfit, PartGradient)
+    assert float(phase.misfit(normalize(truth.images, observation.model)).update) < 1e-6
 
 
 def test_a_body_of_whose_update_nothing_is_left_leaves_its_features():

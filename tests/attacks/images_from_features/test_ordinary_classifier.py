@@ -157,17 +157,43 @@ def answer(attack, seen, truth):
 
 
 @pytest.mark.parametrize(
-    "defense",
+    ("defense", "features"),
     [
-        CUT,
-        {"name": "oasis"},
-        {"name": "gradient_pruning", "ratio": 0.5},
-        {"name": "gaussian_noise", "std": 1e-3},
+        ({"name": "percentile_privacy", "gamma": 0.02}, None),
+        ({"name": "oasis"}, 1e-4),
+        ({"name": "gradient_pruning", "ratio": 0.5}, 1e-4),
+        ({"name": "soteria", "ratio": 0.5}, 0.05),
     ],
-    ids=lambda defense: defense["name"],
+    ids=str,
 )
-def test_it_answers_what_it_answers_blind(defense):
+def test_what_is_known_of_a_defense_explains_the_update_at_the_truth(defense, features):
+    """Taken for an undefended one, the update of the true images is another, and so are features.
+
+    But features that a cut has shortened are not known.
+    """
     seen, truth = observe(defense)
+    blind = hide_defenses(seen)
+    recovered = recover(blind, Knowledge(), 0).features
+
+    def misfit(compared):
+        phases = _Phases(blind, compared, recovered, 0, FactoredInversion(jump_width=0))
+        return phases.present.misfit(normalize(truth.images, seen.model))
+
+    knowing = misfit(seen)
+    assert float(knowing.update) < 1e-6 < 1e-3 < float(misfit(blind).update)
+    assert features is None or float(knowing.features) < features
+
+
+def test_what_a_model_draws_is_fitted_beside_the_images():
+    seen, truth = observe({"name": "precode"})
+    misfit = WholeGradient(seen, truth.labels, width=0, calls=60)
+    images = normalize(truth.images, seen.model)
+    first, *_, last = (float(misfit(images).update) for _ in range(60))
+    assert last < first / 3
+
+
+def test_weak_noise_leaves_the_directions_of_tensors():
+    seen, truth = observe({"name": "gaussian_noise", "std": 1e-3})
     attack = FactoredInversion(iterations=3)
     knowing, blind = (answer(attack, each, truth) for each in (seen, hide_defenses(seen)))
     assert torch.equal(knowing.images, blind.images)
@@ -189,7 +215,7 @@ def test_signs_of_truncated_entries_say_the_label(attack, defenses):
 def test_features_that_explain_little_do_not_choose_a_single_image_s_label():
     seen, truth = observe()
     assert not torch.equal(signals(seen, -truth.features).labels, truth.labels)
-    phases = _Phases(seen, -truth.features, 0, FactoredInversion(iterations=3))
+    phases = _Phases(seen, seen, -truth.features, 0, FactoredInversion(iterations=3))
     assert torch.equal(phases.present.labels, truth.labels)
 
 
