@@ -23,8 +23,7 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
 
 def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
     """Draws each of `indices` (n,), n > 0, by itself at rate `batch_size` / n: perhaps none."""
-    # In double precision, as the rate is: a float32 draw is a multiple of 2^-24 and would round the
-    # rate that the accountant takes.
+    # A float32 draw is a multiple of 2^-24: it would round the rate that the accountant takes.
     drawn = torch.rand(len(indices), generator=rng, dtype=torch.float64)
     return indices[drawn < batch_size / len(indices)]
 
@@ -38,8 +37,7 @@ def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -
         step: Number of the client's step, counted from 0 over all rounds.
         rng: A generator with the same seed in each step, so that the deal stays.
     """
-    # The same bins are drawn in each step, so an example takes part in exactly one of any `bins`
-    # successive steps.
+    # The bins are the same in each step: an example takes part once in any `bins` successive ones.
     return indices[torch.randint(bins, (len(indices),), generator=rng) == step % bins]
 
 
@@ -59,8 +57,7 @@ def of_trial(
         step: Number of the step within the trial, from 0.
         rng: A generator with the same seed in each trial and step, so that the order stays.
     """
-    # Steps are the outer order: in step 0 the slice starts at trial * batch_size, whatever `trials`
-    # is.
+    # Steps are the outer order: step 0 starts at trial * batch_size, whatever `trials` is.
     start = (step * trials + trial) * batch_size
     if start + batch_size > len(indices):
         return None
@@ -69,7 +66,7 @@ def of_trial(
 
 
 def distinct(indices: Tensor, images: Tensor) -> Tensor:
-    """Returns `indices` (n,) into `images` (on the CPU), of equal images the first, in order."""
+    """Returns `indices` (n,) in order, less those whose image in `images` (CPU) came before."""
     first: dict[int, int] = {}
     for index in indices.tolist():
         # A digest stands for the image, so that memory does not grow with the pixels.

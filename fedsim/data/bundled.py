@@ -1,7 +1,4 @@
-"""Loads images that scikit-image and scikit-learn carry inside their packages.
-
-Each set is split once and for all, a fixed share of every class going to the test split.
-"""
+"""Loads images that scikit-image and scikit-learn carry; a fifth of each class is to test on."""
 
 from __future__ import annotations
 
@@ -98,7 +95,6 @@ class Photos(DataSource):
 
 
 def _faces(size: int) -> Tensor:
-    """Returns all images (N, 1, size, size)."""
     import skimage.data
 
     data: Any = skimage.data
@@ -106,7 +102,6 @@ def _faces(size: int) -> Tensor:
 
 
 def _digits(size: int) -> tuple[Tensor, Tensor]:
-    """Returns all images (N, 1, size, size) and their labels (N,)."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

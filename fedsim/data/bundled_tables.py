@@ -1,8 +1,4 @@
-"""Loads tables that scikit-learn carries inside its package, and draws synthetic ones.
-
-The ranges of the columns are round numbers near those of the published descriptions. They are fixed
-here and not computed from the rows, and a value beyond its range is set to the range's end.
-"""
+"""Loads tables that scikit-learn carries, and draws synthetic ones."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from pydantic import Field, field_validator
 from fedsim.data.table import RangeColumn, TableSource, TargetColumn
 from fedsim.types import Table
 
+# Ranges are round numbers near the published ones: read from rows, they would void all claims.
 _NUCLEUS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, float]]] = {
     # mean, standard error and worst (mean of the three largest) over the nuclei of a sample
     "radius": ((5, 30), (0, 3), (5, 40)),
@@ -73,7 +70,7 @@ class BreastCancer(TableSource):
         return features
 
     def load(self) -> Table:
-        """Returns the table of 569 rows and the `features`, a fifth of the rows to test on."""
+        """Returns 569 rows, `features` in scikit-learn's order; a fifth of them is to test on."""
         from sklearn.datasets import load_breast_cancer
 
         data = load_breast_cancer()
@@ -109,8 +106,7 @@ class Diabetes(TableSource):
         """Returns the table of 442 rows and 10 features, a fifth of the rows to test on."""
         from sklearn.datasets import load_diabetes
 
-        # The scaled table is centred by statistics of all patients, so that one row would move all
-        # others.
+        # The scaled table is centred by statistics of all patients: one row would move the others.
         data = load_diabetes(scaled=False)
         return self.table(
             "diabetes",
@@ -153,8 +149,7 @@ class SyntheticTable(TableSource):
         weights = normal(self.features)
         x = normal(self.rows, self.features) * _SPREAD
         noise = normal(self.rows) * _SPREAD
-        # Weights of unit length give the signal the variance of one feature, which is that of the
-        # noise.
+        # With weights of unit length the signal has the variance of a feature, that of the noise.
         target = x.clamp_(-1, 1) @ (weights / torch.linalg.vector_norm(weights)) + noise
         columns = tuple(RangeColumn(name=f"x{i}", low=-1, high=1) for i in range(self.features))
         return self.table(

@@ -155,13 +155,16 @@ class ImageFolder(DataSource):
         return self
 
     def load(self) -> Dataset:
-        """Reads both splits; a FedsimError if empty, damaged, of several sizes, or over 8 GiB."""
+        """Reads both splits, images (N, `channels`, H, W) uint8.
+
+        A FedsimError says that files do not fit the fields, images are damaged or of several sizes,
+        or that a split is empty, over 8 GiB, or tests on a class without training images.
+        """
         with open_tree(from_home(self.path)) as tree:
             found = self._find_images(tree)
             kept = {split: self._apply_limit(items) for split, items in found.items()}
             cut = len(kept["train"]) < len(found["train"])
-            # An image beyond `limit` counts as used: `left_out` is about files that nobody asked to
-            # leave out.
+            # Images beyond `limit` count as used: `left_out` has files that nobody asked to leave.
             left_out = self._left_out(tree, [item.path for some in found.values() for item in some])
             train_images, train = self._images(tree, kept["train"], None, left_out)
             classes = sorted({item.class_name for item in train})
@@ -173,12 +176,10 @@ class ImageFolder(DataSource):
                 )
             test_images, test = self._images(tree, kept["test"], train_images.shape[2:], left_out)
         clients = _indices([item.client for item in train])
-        # The Dataset has to declare what one private image can change for all: whether a class
-        # exists, and which images `limit` keeps.
+        # Declared is what one private image can change for all: classes, and what `limit` keeps.
         only_trained = set(classes) - {item.class_name for item in test}
         private = ((_CLASSES,) if only_trained else ()) + ((_LIMIT,) if cut else ())
-        # Where a client has one name in two classes, the class decides on the order, and a label
-        # moves images.
+        # Where a client has one name in two classes, the class orders them: a label moves images.
         names = {(item.client, item.name) for item in train}
         declared = Dataset(
             name="image_folder",
@@ -197,7 +198,7 @@ class ImageFolder(DataSource):
         return self._normalize(declared)
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
-        """Returns `dataset`, of images, with new mean and std if `normalization` is `training`."""
+        """Returns `dataset`, of images: with new mean and std if `normalization` is `training`."""
         assert isinstance(dataset, Dataset)
         return self._normalize(dataset)
 
@@ -241,8 +242,7 @@ class ImageFolder(DataSource):
                 laid_out[path[0]].append(_Labelled(path, path[-2], client, path[-1]))
             elif path[0] not in laid_out and len(path) == 2:
                 bare.append(_Labelled(path, path[-2], "", path[-1]))
-        # Bare classes count only where nothing is laid out by split: beside train and test they are
-        # strays.
+        # Beside the folders train and test, bare classes are strays.
         if bare and not any(laid_out.values()) and not self.client_folders:
             return self._split(tree, bare)
         laid_out = {split: _in_order(items) for split, items in laid_out.items()}

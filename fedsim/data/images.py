@@ -31,7 +31,7 @@ def from_pil(image: Image) -> Tensor:
 
 
 def resize(image: Image, width: int, height: int) -> Image:
-    """Resizes to `width` x `height` pixels, bicubically, to the same bytes on every machine."""
+    """Resizes bicubically to `width` x `height` pixels; returns `image` itself if it has them."""
     from PIL.Image import Resampling
 
     if image.size == (width, height):
@@ -55,10 +55,10 @@ def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[T
 def split_by_content(
     contents: Iterable[bytes], test_fraction: float, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Splits examples by a hash of their content, keyed by `name`, into (train, test) indices.
+    """Splits one or more examples by hashes of `contents`, keyed by `name`: (train, test) indices.
 
-    Both are sorted, int64; either may be empty. Each example is test with a chance of
-    `test_fraction`. Another example moves no other, as a privacy claim about one requires.
+    Both are sorted, int64; either may be empty. An example is test with a chance of
+    `test_fraction`, equal ones together; no other example moves it, as privacy claims require.
     """
     key = hashlib.sha256(b"fedsim split\0" + name.encode()).digest()
     # Digests of 8 bytes are uniform below 2^64, so a share `test_fraction` of them lies below this.
@@ -84,7 +84,8 @@ def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def public_examples(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor]:
     """Returns test images (P, C, H, W) uint8, or rows (P, D) float32, and labels (P,) int64.
 
-    At most 10,000, and 2^28 values, are drawn by `seed`; they keep the order of the split.
+    They are the whole split or, of a longer one, as many as 10,000 examples and 2^28 values allow,
+    drawn by `seed` and in the split's order.
     """
     images = dataset.test_images
     count = min(_MAX_IMAGES, max(1, _MAX_VALUES // images[0].numel()))

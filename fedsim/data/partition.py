@@ -154,8 +154,7 @@ def _natural_owners(dataset: Dataset | Table, clients: int) -> Tensor:
 
 def _read_owners(path: Path, count: int, clients: int) -> Tensor:
     try:
-        # Spreadsheets begin a CSV with a byte-order mark, which would become part of its first
-        # column's name.
+        # A spreadsheet's byte-order mark would become part of the first column's name.
         written = paths.text(path, paths.TEXT, encoding="utf-8-sig")
         owner_of = _parse(written, path.suffix.lower() == ".json")
     except OSError as error:

@@ -85,7 +85,7 @@ class CategoryColumn(BaseModel):
     """Text of each category. A row has one entry per category: +1 for its own, -1 for others."""
 
     def entries(self, values: Tensor) -> dict[str, Tensor]:
-        """Returns `column=category` -> entry (n,) of -1 and +1; `values` (n,) number categories."""
+        """Returns `column=category` -> (n,) of -1 and +1; `values` (n,) are categories' indices."""
         return {
             f"{self.name}={category}": 2.0 * (values == number) - 1
             for number, category in enumerate(self.categories)
@@ -152,8 +152,7 @@ class TableSource(DataSource):
         if self.intercept:
             entries["intercept"] = torch.ones_like(target.values)
         rows = torch.stack([*entries.values(), target.values], dim=1)
-        # Maps [-1, 1] to 0, ..., K - 1. Without classes the factor is 0, and all rows are split as
-        # one class.
+        # Maps [-1, 1] to 0, ..., K - 1; without classes all rows are split as one class.
         labels = ((target.values + 1) / 2 * (len(target.classes or ".") - 1)).round().long()
         if split_by_row:
             contents = (row.numpy().tobytes() for row in rows)
@@ -201,17 +200,14 @@ _MAX_DIGITS = 18
 
 
 class ClassColumn(BaseModel):
-    """The column of a CSV file that holds the class to predict.
-
-    `classes` are the texts that its cells may hold (spaces around a cell do not count), all
-    different; class k, from 0, is `classes[k]`.
-    """
+    """The column of a CSV file that holds the class to predict; a bad one is a ValidationError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     classes: Texts
-    """Text of each class. Closed-form learners take two: the first becomes -1, the other +1."""
+    """Texts of 2 to 1,024 different classes, as cells hold them between spaces; class k, from 0, is
+    `classes[k]`. Closed-form learners take two: the first becomes -1, the other +1."""
 
     def scale(self, values: Tensor) -> Tensor:
         """Maps numbers of classes, 0 to K - 1 of K (any shape), evenly onto [-1, 1]."""
@@ -275,8 +271,7 @@ class TableFile(TableSource):
     def _lines(self) -> Iterator[tuple[int, dict[str, str]]]:
         try:
             with paths.open_regular(paths.from_home(self.path), paths.LINES) as file:
-                # The csv module splits the lines itself, since a quoted value may hold a line
-                # break.
+                # The csv module splits the lines itself: a quoted value may hold a line break.
                 text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
                 yield from self._parse_lines(self._limit_lines(text))
         except OSError as error:

@@ -119,7 +119,7 @@ class Tree(ABC):
 
     @final
     def text(self, path: Parts) -> str:
-        """Reads a UTF-8 file; a FedsimError if it is missing, too large, or no text."""
+        """Reads a UTF-8 file; a FedsimError if it is missing, over 64 MiB, or no text."""
         name = self.name(path)
         if not self.has(path):
             raise FedsimError(f"{name}: there is no such file: correct `labels`")
@@ -140,7 +140,7 @@ class Tree(ABC):
 
         `bits` is the number of bits that a 16-bit picture uses per channel. Without it, 16-bit
         pictures are refused if they are grey, or if they would be nearly black. An UnreadableError
-        names a file that is missing, empty, too large, damaged, or of unknown bits.
+        names a file that is missing, empty, damaged, over 64 MiB or 2^25 pixels, or so refused.
         """
         from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -152,8 +152,7 @@ class Tree(ABC):
             if self._size(path) == 0:
                 raise _unreadable(name, "it is empty", "empty (0 bytes)")
             content = self._read(path)
-            # Image.open reads the header alone, so a picture that unpacks to gigabytes is refused
-            # before.
+            # Image.open reads the header alone: a picture that unpacks to gigabytes is refused.
             picture: Image.Image = Image.open(io.BytesIO(content), formats=[_format(path) or ""])
             if picture.width * picture.height > MAX_PIXELS:
                 raise UnreadableError(
@@ -161,8 +160,7 @@ class Tree(ABC):
                     f"{MAX_PIXELS} in all: make it smaller or remove it",
                     f"more than {MAX_PIXELS:,} pixels",
                 )
-            # Modes I and F hold more than 8 bits. Colour of 16 bits has mode RGB, its lower halves
-            # already cut.
+            # Modes I and F have over 8 bits; colour of 16 bits has mode RGB, its lower halves cut.
             if picture.mode[0] in "IF" or _is_cut(picture):
                 picture = _of_16_bits(name, content, picture, bits)
             upright = ImageOps.exif_transpose(picture)
