@@ -19,8 +19,8 @@ class Aggregate(AggregationDefense):
     """Shows the server only the mean of the round's updates, weighted by their numbers of examples.
 
     It is the ideal result of secure aggregation, without a protocol. The mean is formed as updates
-    arrive, in float32 or wider, in the memory of one update. Integer tensors are averaged and
-    rounded. An entry that is not finite in one update is not finite in the mean.
+    arrive, in float32 or wider, in the memory of one update. It comes in the types of the first
+    update, integers rounded. An entry that is not finite in one update is not finite in the mean.
     """
 
     averages: ClassVar[bool] = True
@@ -33,7 +33,8 @@ class Aggregate(AggregationDefense):
     def combine(self, updates: Iterable[Update]) -> Update:
         """Returns the weighted mean of tensors and buffers; `num_examples` is the total.
 
-        A FedsimError says that there is no update, one has no examples, or tensors differ.
+        A FedsimError says that there is no update, one has no examples, or tensors differ in name
+        or shape.
         """
         seen = 0
         tensors, buffers = _RunningMean(), _RunningMean()
@@ -67,11 +68,9 @@ class Aggregate(AggregationDefense):
 def sum_updates(updates: Iterable[Update], who: str) -> Update:
     """Returns the sum of the updates' tensors, added up in float64, and the mean of their buffers.
 
-    All updates weigh alike. `num_examples` is the total, and sums are float32 or wider. `who` names
-    the caller in error messages.
-
-    Raises:
-        FedsimError: there is no update, or tensors differ in name or shape.
+    All updates weigh alike. `num_examples` is the total. Sums of two or more half-precision tensors
+    are float32; other types stay. `who` names the caller in the FedsimError where there is no
+    update; another says that tensors differ in name or shape.
     """
     count = examples = 0
     tensors, buffers = _RunningMean(torch.float64), _RunningMean()
@@ -86,8 +85,6 @@ def sum_updates(updates: Iterable[Update], who: str) -> Update:
 
 
 class _RunningMean:
-    """A running weighted mean of equally shaped updates."""
-
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         """Starts an empty mean; floats are added up in `dtype` or wider."""
         self._least = dtype

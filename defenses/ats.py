@@ -76,7 +76,7 @@ class ATS(BatchDefense):
     def change(
         self, images: Tensor, labels: Tensor, spec: InputSpec, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Returns a view of each image, and `labels`. See `BatchDefense.change`."""
+        """Returns a view of each image (B, C, H, W), and `labels`. See `BatchDefense.change`."""
         views = self._views()
         # Policies are equally likely, however many views they have.
         policies, places = uniform((2, len(images)), rng)
@@ -100,5 +100,4 @@ class ATS(BatchDefense):
         return Effect(batch=(Augmentation(views=tuple(views), copies=False),))
 
     def _views(self) -> list[list[tuple[ImageChange, ...]]]:
-        """Returns the views of each policy, by the directions of its operations."""
         return [list(product(*(each.changes() for each in policy))) for policy in self.policies]

@@ -76,7 +76,10 @@ class Censor(TrainingDefense):
 
 
 def draw_orthogonal(gradient: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-    """Draws for each tensor of `gradient` one as long, orthogonal and uniform; 0 for one entry."""
+    """Draws for each tensor of `gradient` one of its length and type, in a random direction.
+
+    The direction is uniform among those orthogonal to it. A tensor of one entry gives 0.
+    """
     drawn = {}
     for name, random in standard_normal(gradient, rng).items():
         # In float64: rounding in float32 would leave more of what lies along the gradient.

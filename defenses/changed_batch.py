@@ -38,7 +38,10 @@ class BatchDefense(TrainingDefense):
         """Returns an Effect whose `batch` describes what `change` does."""
 
     def gradient(self, step: LocalStep) -> GradientFn:
-        """Returns the function of the changed batch's direction; it raises FedsimError on rows."""
+        """Returns the function of the changed batch's direction; an empty batch is not changed.
+
+        It raises a FedsimError on rows of a table.
+        """
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator

@@ -32,7 +32,8 @@ class CorrelatedNoise(StatefulTrainingDefense):
     (`fedsim.privacy.composition.correlated`). At λ = 0 it is dp_sgd, bit for bit. z_(t-1) is the
     client's own secret, and stays with it between rounds.
 
-    It replaces the gradient of training defenses before it. Batch norm in train mode is refused.
+    It replaces the gradient of training defenses before it. A step through batch norm in train mode
+    raises a FedsimError.
     """
 
     from_loss: ClassVar[bool] = True

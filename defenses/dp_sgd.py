@@ -31,7 +31,7 @@ class DPSGD(TrainingDefense):
     follows from the local training. Local steps on the `same` batch are accounted without
     amplification by sampling.
 
-    Examples must not see each other: batch norm in train mode is refused.
+    Examples must not see each other: a step through batch norm in train mode raises a FedsimError.
     """
 
     from_loss: ClassVar[bool] = True

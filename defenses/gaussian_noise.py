@@ -54,7 +54,7 @@ class GaussianNoise(UpdateDefense):
         return self
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Returns {`std`: standard deviation, 0-d float64}; FedsimError if it needs a bound."""
+        """Returns {`std`: standard deviation, 0-d float64}; FedsimError if it lacks a bound."""
         return {"std": torch.tensor(self._std(sensitivity), dtype=torch.float64)}
 
     def apply(
@@ -64,7 +64,10 @@ class GaussianNoise(UpdateDefense):
         return add_gaussian(update, float(state["std"]), rng), state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns a Gaussian mechanism if `before` has a bound and none yet; errors as `init`."""
+        """Returns a Gaussian mechanism if `before` has a bound and no mechanism; errors as `init`.
+
+        Else the claim of `before` stays, without its bound on the update unless `std` is 0.
+        """
         std = self._std(before.sensitivity, before.reason)
         if std == 0:
             return before

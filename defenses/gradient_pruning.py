@@ -68,7 +68,7 @@ def share(ratio: float, total: int) -> Fraction:
 
 
 def largest(update: Tensors, count: int) -> dict[str, Tensor]:
-    """Returns by name boolean masks of the `count` entries of largest magnitude in all of `update`.
+    """Returns boolean masks, by name, of the `count` largest magnitudes over all of `update`.
 
     `count` is from 0 to the number of entries. Of equal magnitudes the first in order of position
     counts as the larger; entries that are not finite count as the largest of all.

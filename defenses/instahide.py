@@ -64,7 +64,6 @@ class InstaHide(BatchDefense):
         return Effect(batch=(Mixture(images=self.images, signs=True),))
 
     def _draw_weights(self, count: int, rng: torch.Generator) -> Tensor:
-        """Draws coefficients (`count`, k), none above `largest`."""
         weights = torch.ones(count, self.images)
         redrawn = torch.ones(count, dtype=torch.bool)
         while bool(redrawn.any()):

@@ -24,7 +24,7 @@ class LocalAggregation(TrainingDefense):
     steps: Annotated[int, Field(ge=1, le=1_000_000)]
     """SGD steps per round (E)."""
     batches: Batches = "different"
-    """`same`: every step sees the same batch; `different`: each draws its own."""
+    """`same`: every step sees the same batch; `different`: each has its own."""
 
     def training(self, declared: LocalTraining) -> LocalTraining:
         """Returns `declared` with this defense's steps and batches, and algorithm `fedavg`."""

@@ -63,7 +63,7 @@ def noisy_steps(
         defense: name, for the reason where there is no noise, and so no mechanism.
         noise_multiplier: standard deviation of the noise over the clipping norm.
         training: local training after the stack's training defenses.
-        correlation: share, in [0, 1), of the last step's noise that is subtracted.
+        correlation: λ, the share in [0, 1) of the last step's noise that is subtracted.
     """
     if noise_multiplier == 0:
         return Guarantee(reason=f"{defense} adds no noise: its noise_multiplier is 0")
@@ -71,7 +71,10 @@ def noisy_steps(
 
 
 def noise_on_steps(std: float, correlation: float = 0.0) -> Effect:
-    """Returns the Effect of clipped examples and of noise (`std`, `correlation` λ) on each step."""
+    """Returns the Effect of clipped examples, and of noise on each step unless `std` is 0.
+
+    `std` is its standard deviation on the mean gradient, `correlation` the λ of `noisy_steps`.
+    """
     noise = Noise(variance=std**2, on="step", correlation=correlation)
     return Effect(scaled_examples=True, noise=(noise,) if noise.variance else ())
 

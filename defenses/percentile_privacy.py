@@ -58,7 +58,10 @@ class PercentilePrivacy(UpdateDefense):
         return {n: self._filter(t, cutoff) if t.ndim else t for n, t in update.items()}, state
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns `before`, with the L2 bound of the cut entries if their number is known."""
+        """Returns `before`, with the L2 bound of the cut entries if all tensors have known shapes.
+
+        A tensor of a single number passes as it is, and leaves no bound.
+        """
         if before.shapes is None or not all(before.shapes):
             return before
         # A margin of rounding, since sums of squares are rounded in another order elsewhere.

@@ -53,7 +53,6 @@ class _VariationalBottleneck(LossTerm):
         self._divergence = torch.zeros(())
 
     def forward(self, features: Tensor) -> Tensor:
-        """Returns decoded draws (B, d) of `features` (B, ...); in evaluation, decoded means."""
         mean, raw = self.encoder(features.flatten(1)).chunk(2, dim=1)
         deviation = F.softplus(raw)
         # Kept for `loss_term`, since what is returned here goes into the classifier.
@@ -64,7 +63,6 @@ class _VariationalBottleneck(LossTerm):
         return decoded
 
     def loss_term(self) -> Tensor:
-        """Returns the weighted divergence in nats (0-d), averaged over the last batch; 0 before."""
         return self._weight * self._divergence
 
 

@@ -98,9 +98,10 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Clips updates, and returns their mean as `Aggregate.combine`, or a sum for `add_noise`.
+        """Returns the mean of the updates, clipped where a range is given; with noise, their sum.
 
-        That sum, if there is a `noise_multiplier`, weighs all alike, and has the buffers' mean.
+        The mean and its errors are those of `Aggregate.combine`. With a `noise_multiplier` it is
+        the unweighted sum of tensors, for `add_noise`, and mean of buffers.
         """
         clipped = self._clip_updates(updates)
         if self.noise_multiplier:
@@ -137,7 +138,7 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def seen_by_one_of(self, participants: int) -> SecureAggregation:
-        """Returns a copy with the noise that is left, see `AggregationDefense.seen_by_one_of`."""
+        """Returns a copy with the noise of the others; see `AggregationDefense.seen_by_one_of`."""
         # The fewest clients in a sum that opens, less those whose shares are known: who colludes,
         # or the one, which may be one of those.
         honest = participants * self.threshold - max(1.0, participants * self.colluding)
@@ -154,7 +155,6 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def _noise_of_all(self, sensitivity: float) -> float:
-        """Returns the noise's standard deviation on a sum of all clients that are asked."""
         return self.terms(Guarantee(sensitivity=sensitivity), 1).client_noise(1)
 
     def _clip_updates(self, updates: Iterable[Update]) -> Iterator[Update]:

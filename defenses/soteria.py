@@ -41,7 +41,7 @@ class Soteria(TrainingDefense):
     def gradient(self, step: LocalStep) -> GradientFn:
         """Returns the function of the pruned direction. See `TrainingDefense.gradient`.
 
-        It raises a FedsimError if the head begins with no linear layer.
+        It raises a FedsimError if no weights of the head take the features.
         """
 
         def direction(
@@ -70,7 +70,6 @@ class Soteria(TrainingDefense):
     def _find_pruned(
         self, step: LocalStep, parameters: Tensors, images: Tensor, rng: torch.Generator
     ) -> Tensor:
-        """Returns a mask (d,) of the features that are pruned."""
         fixed = {name: value.detach() for name, value in parameters.items()}
         features = step.features(fixed, images)
         squares = torch.zeros_like(features)

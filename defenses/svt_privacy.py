@@ -52,8 +52,8 @@ class SvtPrivacy(UpdateDefense):
     Entries are cut to ± gamma. Whole passes over all entries compare magnitude plus noise with a
     noisy threshold, until enough are accepted, of which some are drawn. NVFlare counts the ε of as
     many acceptances as it releases. A pass may accept every entry, and for each of them the proof
-    needs as much: that is the ε stated here. A tensor that is a single number passes without noise.
-    What is sent is finite: a NaN counts as 0.
+    needs as much: that is the ε stated here. A tensor that is a single number passes as it is. All
+    else that is sent is finite: a NaN counts as 0.
     """
 
     paper: ClassVar[str] = (
@@ -70,7 +70,7 @@ class SvtPrivacy(UpdateDefense):
     }
 
     fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of the entries that is released."""
+    """Share of the entries that is released, rounded up to a whole number."""
     epsilon: Annotated[float, Field(gt=0, le=1e6)] = 0.1
     """ε of the comparisons as NVFlare counts it."""
     noise_var: Annotated[float, Field(gt=0, le=1e6)] = 0.1
@@ -103,7 +103,7 @@ class SvtPrivacy(UpdateDefense):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns the update with at most `fraction` of its entries, noisy, else 0, and `state`.
+        """Returns the update with the released entries noisy and all others 0, and `state`.
 
         A FedsimError says that too few entries passed the comparisons.
         """
@@ -169,7 +169,6 @@ class SvtPrivacy(UpdateDefense):
         return max(1, min(entries, math.ceil(entries * self.fraction)))
 
     def _each(self, count: int) -> float:
-        """Returns the ε of the noise on one released entry."""
         return self.noise_var if self.epsilon_release is None else self.epsilon_release / count
 
     def _selection(self, count: int) -> tuple[float, float]:

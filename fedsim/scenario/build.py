@@ -57,9 +57,8 @@ RESERVED: dict[str, tuple[str, ...]] = {
 def plugin_class(group: str, name: str) -> type[Plugin]:
     """Returns the class of plugin `name` in `group`, a key of `ROLES` such as `fedsim.attacks`.
 
-    Raises:
-        PluginError: it cannot be loaded, derives from no class of `ROLES[group]`, or has a
-            parameter with a name of `RESERVED[group]`.
+    A PluginError says that it cannot be loaded, derives from no class of `ROLES[group]`, or has a
+    parameter with a name of `RESERVED[group]`.
     """
     cls = plugins.load_as(group, name, ROLES[group])
     for field in RESERVED[group]:
@@ -74,9 +73,8 @@ def plugin_class(group: str, name: str) -> type[Plugin]:
 def build_stack(refs: Sequence[PluginRef]) -> Stack:
     """Builds the defenses of `refs` and composes them in that order.
 
-    Raises:
-        FedsimError: a defense cannot be loaded, or cannot stand where it does (see `chain`).
-        ValidationError: a parameter is wrong.
+    A FedsimError says that a defense cannot be loaded, or cannot stand where it does (see `chain`);
+    pydantic's ValidationError that a parameter is wrong.
     """
     members: list[Defense] = []
     for ref in refs:
@@ -91,8 +89,8 @@ def announce_defenses(
 ) -> tuple[Mapping[str, object], ...]:
     """Returns the `name` and parameters of each of a stack's defenses, as observations show them.
 
-    Parameters that the stack computes, such as `std` from an ε, are included. It fails as
-    `Stack.guarantees`.
+    Parameters that the stack computes, such as `std` from an ε, replace or complete the written
+    ones. It fails as `Stack.guarantees`.
 
     Args:
         stack: Stack that was built of `refs`.

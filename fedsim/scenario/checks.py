@@ -107,7 +107,6 @@ def _attack_class(entry: AttackEntry) -> type[Attack[Any]]:
 
 
 def _asks_candidates(entry: AttackEntry) -> bool:
-    """Returns whether an attack on updates is asked about candidates."""
     cls = _attack_class(entry)
     return cls.asked_of_candidates and "update" in cls.reads
 
@@ -294,7 +293,6 @@ _LEAST_RATE = 1e-30
 
 
 def _schedule(training: Training) -> Iterator[SectionProblem]:
-    """Refuses a schedule of the learning rate that lacks a key, or falls to nothing."""
     schedule, path = training.local.schedule, ("training", "local", "schedule")
     if schedule is None:
         return
@@ -423,7 +421,6 @@ _MAX_RESULTS = 500_000
 
 
 def _results(sections: Mapping[str, Any]) -> Iterator[SectionProblem]:
-    """Refuses a scenario with more attacks than anybody waits for."""
     observe, data = sections.get("observe"), sections.get("data")
     if not observe or not data:
         return

@@ -29,7 +29,10 @@ _MAX_PROBLEMS = 50
 
 @dataclass(frozen=True)
 class ScenarioProblem:
-    """States one thing that is wrong with a scenario; its `str` is `place: key path: message`."""
+    """States one thing that is wrong with a scenario.
+
+    Its `str` is `origin:line: key path: message`, without the parts that are empty.
+    """
 
     message: str
     path: KeyPath = ()
@@ -91,13 +94,10 @@ def show_path(path: KeyPath) -> str:
 
 
 def parse(text: str) -> KeyPath:
-    """Reads a key path as users write it: the inverse of `show_path`.
+    """Reads a key path as users write it; ValueError if it is none, or has more than 32 parts.
 
     >>> parse('defenses.dp[1].std')
     ('defenses', 'dp', 1, 'std')
-
-    Raises:
-        ValueError: `text` is no key path, or has more than 32 parts.
     """
     path: list[str | int] = []
     position = 0
@@ -164,7 +164,7 @@ class Document:
         return self.mark(path).problem(path, message)
 
     def part(self, path: KeyPath) -> Document:
-        """Returns the value at `path` as a document of its own; LookupError if nothing is there."""
+        """Returns the value at `path` as a document; LookupError or TypeError if none is there."""
         value = self.value
         for key in path:
             value = value[key]
@@ -173,7 +173,7 @@ class Document:
         return Document(value, marks)
 
     def without(self, path: KeyPath) -> Document:
-        """Returns a copy without the value at `path` (keys of mappings), if there is one."""
+        """Returns a copy without the value at `path`, one key of mappings or more, if it exists."""
         marks = {at: mark for at, mark in self.marks.items() if at[: len(path)] != path}
         return Document(_prune(self.value, path), marks)
 

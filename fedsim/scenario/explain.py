@@ -71,8 +71,8 @@ def explain(
 ) -> list[tuple[KeyPath, str]]:
     """Returns (key path, message) of each place in `value` where pydantic's `error` finds fault.
 
-    `value` is what was validated. `keys_at(path)` returns the keys allowed in the mapping at
-    `path`, for messages about unknown keys.
+    Each key path occurs once, in the order of the errors. `value` is what was validated.
+    `keys_at(path)` returns the keys allowed in the mapping at `path`.
     """
     findings = [_finding(detail, value, keys_at) for detail in error.errors(include_url=False)]
     # Of a union's alternatives, the one that matched further in says what is wrong.
@@ -97,7 +97,7 @@ def _look_up(value: Any, path: KeyPath) -> Any:
 
 
 def unknown_key(key: str, choices: Iterable[str]) -> str:
-    """Returns the message that `key` is unknown, with the most similar of `choices`, or all."""
+    """Returns the message on an unknown `key`: with a similar one of `choices`, else with all."""
     choices = list(choices)
     hint = nearest(key, choices)
     if hint:
@@ -109,8 +109,8 @@ def unknown_key(key: str, choices: Iterable[str]) -> str:
 def show(value: Any) -> str:
     """Returns `value` as messages show it: text in quotes, truth values as `true` and `false`.
 
-    A mapping or list is named without its content. Text of more than 60 characters is cut to 40,
-    and its length told.
+    A mapping or list is named without its content. What takes more than 60 characters, quotes
+    included, is cut to 40, and its length told.
     """
     if value is None:
         return "nothing (null)"

@@ -64,7 +64,7 @@ def read(path: str | Path) -> Document:
 
 
 def parse_yaml(text: str, origin: str, *, lines: bool = True) -> Document:
-    """Reads the YAML `text` as a document; a ScenarioError refuses what `read` refuses.
+    """Reads the YAML `text`, of any size; else a ScenarioError refuses what `read` refuses.
 
     Errors name `origin`, the source of the text, and the line unless `lines` is False.
     """
@@ -96,11 +96,7 @@ class _Node:
 
 
 class _Builder:
-    """Builds plain values from YAML events, keeping lines and limits.
-
-    Events, unlike PyYAML's nodes, stop a hostile file before it is expanded.
-    """
-
+    # Events, unlike PyYAML's nodes, stop a hostile file before it is expanded.
     def __init__(self, origin: str, lines: bool) -> None:
         self.origin = origin
         self.lines = lines
@@ -109,11 +105,9 @@ class _Builder:
         self.anchors: dict[str | None, _Node | None] = {}
 
     def refuse(self, line: int | None, message: str) -> NoReturn:
-        """Raises the problem at `line`."""
         _refuse(self.origin, line if self.lines else None, message)
 
     def document(self, events: Iterator[yaml.Event]) -> Document:
-        """Builds the only document of the stream."""
         root: _Node | None = None
         for event in events:
             if isinstance(event, yaml.DocumentStartEvent):
@@ -129,13 +123,11 @@ class _Builder:
         return Document(root.value, marks)
 
     def collect(self, node: _Node, path: KeyPath, marks: dict[KeyPath, Mark]) -> None:
-        """Records where each value below `node` is written."""
         marks[path] = Mark(self.origin, node.line if self.lines else None)
         for key, child in node.children.items():
             self.collect(child, (*path, key), marks)
 
     def node(self, event: yaml.Event, events: Iterator[yaml.Event]) -> _Node:
-        """Builds the value that starts with `event`."""
         # The count tells how many values this one holds, which each alias to it adds again.
         before = self.nodes
         self.nodes += 1
@@ -179,7 +171,6 @@ class _Builder:
         return replace(target, line=_line(event))
 
     def check_depth(self, event: yaml.Event, depth: int) -> None:
-        """Refuses a value that is nested too deeply."""
         if depth > _MAX_DEPTH:
             self.refuse(_line(event), f"nested deeper than {_MAX_DEPTH} levels; flatten it")
 

@@ -28,10 +28,7 @@ def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
     """Returns the scenario with every default written out, those of its plugins included.
 
     `written` is a document (errors then name file and line), plain values in the form of the YAML
-    file, or a scenario built in Python.
-
-    Raises:
-        ScenarioError: something is wrong; the error lists everything that is.
+    file, or a scenario built in Python. A ScenarioError lists everything that is wrong.
     """
     return _Resolver(as_document(written)).scenario()
 
@@ -51,7 +48,8 @@ def resolve_plugin(group: str, written: Document) -> PluginRef:
 def resolve_section(name: str, written: Document) -> Any:
     """Returns section `name` of the mapping `written`, validated, or its default if it is missing.
 
-    A ScenarioError says that it is wrong, or required and missing.
+    Plugins in it have to be mappings with `name` and `parameters`. A ScenarioError says that it is
+    wrong, or required and missing; a KeyError that a `Scenario` has no such section.
     """
     resolver = _Resolver(written)
     section = resolver.section(name, written.value)
@@ -61,7 +59,7 @@ def resolve_section(name: str, written: Document) -> Any:
 
 
 def as_document(written: Document | Mapping[str, Any] | Scenario) -> Document:
-    """Returns `written` as a document, not validated; a ScenarioError if YAML cannot write it."""
+    """Returns `written` as a document, not validated; a ScenarioError if JSON cannot hold it."""
     if isinstance(written, Document):
         return written
     return Document(_plain(_as_written(written) if isinstance(written, Scenario) else written))
@@ -108,7 +106,10 @@ def plugin_slots(value: Any) -> Iterator[Slot]:
 
 
 def put(value: Any, path: KeyPath, new: Any) -> None:
-    """Sets what stands at `path` in nested `value` to `new`, in place; LookupError if nothing."""
+    """Sets what stands at `path` in nested `value` to `new`, in place.
+
+    A key may be new at the end of `path`; LookupError or TypeError if anything else is missing.
+    """
     for part in path[:-1]:
         value = value[part]
     value[path[-1]] = new
@@ -120,7 +121,6 @@ class _Resolver:
     problems: list[ScenarioProblem] = field(default_factory=list)
 
     def scenario(self) -> Scenario:
-        """Returns the scenario that the document holds, with the implied algorithm written out."""
         value = self.document.value
         if not isinstance(value, Mapping):
             self.report((), f"expected a mapping that starts with `name: ...`, got {show(value)}")
@@ -217,7 +217,6 @@ class _Resolver:
         return {}
 
     def report(self, path: KeyPath, message: str) -> None:
-        """Adds a problem with the value at `path`."""
         self.problems.append(self.document.problem(path, message))
 
 
@@ -277,7 +276,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def dump(scenario: Scenario) -> str:
-    """Returns the scenario as YAML that loads to an equal one; same scenario, same text."""
+    """Returns a resolved scenario as YAML that loads to an equal one; same scenario, same text."""
     return yaml.dump(
         _as_written(scenario), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
     )

@@ -43,14 +43,11 @@ _EXAMPLES = {"--set": "training.rounds=10", "--grant": "labels=known"}
 
 @dataclass(frozen=True)
 class _Override:
-    """Puts a value at a key path, and says where it comes from."""
-
     path: KeyPath
     value: Document
 
     @property
     def origin(self) -> Mark:
-        """Place that errors about the value point to."""
         return self.value.mark(())
 
 
@@ -71,10 +68,7 @@ def _parse_override(text: str, option: str) -> _Override:
 
 
 def _apply_all(document: Document, overrides: Sequence[_Override]) -> Document:
-    """Returns a copy with every override in place, later ones winning, or refuses all wrong ones.
-
-    Mappings that are missing on the way are made, also of plugins that are written as their names.
-    """
+    """Returns a copy with all overrides in place, later ones winning, or refuses all wrong ones."""
     problems: list[ScenarioProblem] = []
     for override in overrides:
         try:
@@ -205,7 +199,8 @@ class Variant(NamedTuple):
     def label(self) -> str:
         """Name of the variant, fit for a folder: `training.rounds=4`; empty if nothing is swept.
 
-        Where a value had to be shortened, a digest of the assignment keeps the label unique.
+        A digest of the assignment keeps it unique where a value is a list or mapping, has other
+        characters than letters, digits and `_.+=,-`, or makes more than 100 characters.
         """
         exact = ",".join(f"{key}={_brief(value)}" for key, value in self.assignment.items())
         label = _UNSAFE.sub("-", exact)
@@ -227,10 +222,8 @@ class _Axis:
 def open_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     """Opens the scenario file at `path` with `overrides` (`key=value`), without validating it.
 
-    A later override wins. An override of a swept key pins it: the key is not swept any more.
-
-    Raises:
-        ScenarioError: the file cannot be read, or an override is wrong.
+    A later override wins. An override of a swept key, or of a key above it, ends its sweep. A
+    ScenarioError says that the file cannot be read, or that an override is wrong or would be lost.
     """
     parsed = _parse_overrides(overrides)
     document = read(path)
@@ -243,11 +236,8 @@ def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
     """Returns every scenario that `document` stands for; the last list of the sweep varies fastest.
 
     The `sweep` maps key paths to lists of values. Without it there is a single scenario, with an
-    empty assignment.
-
-    Raises:
-        ScenarioError: the sweep, or one of its scenarios, is wrong, or there are over 1,000. All
-            problems are listed.
+    empty assignment. A ScenarioError lists what is wrong with the sweep and all of its scenarios,
+    or says that there are over 1,000.
     """
     document = as_document(document)
     axes, problems = _axes(document)
@@ -271,8 +261,7 @@ def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     """Loads and resolves the scenario in the file at `path`, with `overrides` (`key=value`).
 
-    Raises:
-        ScenarioError: something is wrong with it, or it has a sweep, which takes `expand`.
+    A ScenarioError says that something is wrong, or that keys are swept, which takes `expand`.
     """
     document = open_document(path, overrides)
     variants = expand(document)
@@ -367,7 +356,6 @@ def _fault(key: str, values: Any, before: Sequence[_Axis]) -> str | None:
 
 
 def _list_swept(document: Document) -> Iterator[tuple[str, KeyPath]]:
-    """Yields the swept keys that are key paths."""
     sweep = document.value.get("sweep") if isinstance(document.value, Mapping) else None
     for key in sweep if isinstance(sweep, Mapping) else ():
         try:
