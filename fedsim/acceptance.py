@@ -45,7 +45,7 @@ class Accepted:
     """Stack's name -> privacy claim after all rounds, by the ledger."""
 
     def lines(self) -> list[str]:
-        """Returns lines to print before a run: counts of data and rounds, defended stacks' ε."""
+        """Returns lines to print before a run: data, rounds, steps, probes, defended stacks' ε."""
         scenario = self.scenario
         first = next(iter(self.servers.values()))
         held, schedule = first.census.held, first.schedule
@@ -127,9 +127,9 @@ def validate(
 ) -> list[Accepted]:
     """Checks everything that a run checks before its work, and writes nothing.
 
-    The data are loaded, and two local steps are tried behind each stack. Nodes of a federation over
-    a network are not asked: clients hold what the scenario's own source deals to them. The list has
-    an entry for each variant of a sweep, in its order, and one without a sweep.
+    The data are loaded, and at most two local steps are tried behind each stack. Nodes elsewhere
+    are not asked: clients hold what the scenario's own source deals to them. The list has an entry
+    for each variant of a sweep, in its order, and one without a sweep.
 
     Args:
         scenario: Path of a scenario file, its content as plain values, or a `Scenario`.

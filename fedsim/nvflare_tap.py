@@ -3,9 +3,8 @@
     job.to(ServerTap(out="tapped"), "server")
     job.to(ClientTap(witnessed="witnessed"), "site-1", filter_type=FilterType.TASK_RESULT)
 
-NVFlare is imported here and nowhere else. Its clients have names, of which node numbers are
-digests. A job's id becomes the number of its run: the simulator calls every job the same, so that
-each simulation needs a folder of its own.
+Clients have names, of which node numbers are digests. A job's id becomes the number of its run: the
+simulator calls every job the same, so that each simulation needs a folder of its own.
 """
 
 from __future__ import annotations
@@ -118,7 +117,8 @@ class ServerTap(FLComponent):  # type: ignore[misc]
     def __init__(self, out: str, max_gib: float = 8.0) -> None:
         """Makes a component for the server of a job, which records in `out/run-<run_id>`.
 
-        A message that would make this folder exceed `max_gib` GiB is left out and counted.
+        A message that would make its files exceed `max_gib` GiB is left out, and counted in
+        `tap.json`.
         """
         super().__init__()
         # NVFlare writes a component's arguments to the job, from attributes of the same names.
@@ -185,7 +185,7 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
             self._watch.close()
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> None:
-        """Records the answer `dxo`; None says to send it as it is. Failures are only logged."""
+        """Records the answer `dxo`; None: send it as it is. Failures to write are logged."""
         filters = _list_filters(fl_ctx, dxo.data_kind)
         client = fl_ctx.get_identity_name()
         # Taken once: an answer without training must not get the steps of an earlier task.
@@ -225,13 +225,13 @@ def _list_filters(context: FLContext, data_kind: str) -> list[DeployedPart]:
 
 
 def node_id(client: str) -> int:
-    """Returns the number that recordings have for a client's name: 56 bits of its SHA-256."""
+    """Returns a client's number in recordings: the first 56 bits of the SHA-256 of its name."""
     # Seven bytes stay below 2⁶³, and so fit signed integers of 64 bits.
     return int.from_bytes(hashlib.sha256(client.encode()).digest()[:7])
 
 
 def run_id(context: FLContext) -> int:
-    """Returns the number that recordings have for the id of the context's job, as `node_id`."""
+    """Returns the run's number in recordings: that of `node_id` for the id of the job."""
     return node_id(str(context.get_job_id()))
 
 
@@ -253,7 +253,6 @@ def _read(message: object) -> DXO | None:
 
 
 def _round_of(task: Shareable) -> int:
-    """Returns the round that a task names, counted from 1."""
     round = task.get_header(AppConstants.CURRENT_ROUND)
     if round is None:
         round = from_shareable(task).get_meta_prop(MetaKey.CURRENT_ROUND)

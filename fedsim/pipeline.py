@@ -64,7 +64,7 @@ def run(
             GPU). Results do not depend on it.
         log: Tools with a local store that figures and pictures are copied to at the end, such as
             `mlflow` or `tensorboard=DIR`. A copy that fails is a warning on the standard error.
-        quiet: Whether to show no progress.
+        quiet: Whether to show neither progress nor cautions on the scenario.
         link: Way to the SuperLink, for an engine whose nodes are elsewhere; None for all others.
 
     Raises:
@@ -172,11 +172,7 @@ _NOISE = (
     "noise: drawn under a key that follows from the scenario's seed; who knows the seed draws it "
     "again, and outside of this simulation it protects nobody"
 )
-
-
 _NODES = "noise: drawn by each node under a secret of its own, which never leaves it; batches, too"
-
-
 _UNDECLARED = (
     "defenses.{}: a defense does not declare its effect; attacks take it for noise of a size that "
     "nobody knows, and it looks safer than it is: override `effect`"

@@ -21,7 +21,10 @@ from rich.progress import (
 
 
 class Display:
-    """Shows progress on `console` (None: nowhere) within its `with` block: bars, or plain lines."""
+    """Shows progress on `console` (None: nowhere) within its `with` block.
+
+    A terminal gets bars, anything else plain lines: as a stage begins, then at most every 30 s.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(quiet=True)
@@ -67,7 +70,7 @@ class Display:
 
     def detail(self, key: str, text: str) -> None:
         """Shows `text` of the running step `key`; the last two steps that reported are shown."""
-        # Taken out and put in again, it stands last: the two steps that reported last are shown.
+        # Taken out and put in again, it stands last.
         self._running.pop(key, None)
         self._running[key] = text
         while len(self._running) > 2:
@@ -103,9 +106,9 @@ def display(quiet: bool) -> Display:
 def report_work(title: str, of: str = "a curve", quiet: bool = False) -> Iterator[None]:
     """Prints how much of a privacy computation inside its `with` block is done.
 
-    Lines such as `TITLE: 40% of a curve` go to the standard error after one second, and then every
-    5 s. `of` names the work in them. Only work that tells `fedsim.privacy.numerics.work` counts.
-    `quiet` prints nothing.
+    Lines such as `TITLE: 40% of a curve` go to the standard error, the first after one second and
+    others at least 5 s later. `of` names the work in them. Only work that tells
+    `fedsim.privacy.numerics.work` counts. `quiet` prints nothing.
     """
     from fedsim.privacy.numerics import work
 

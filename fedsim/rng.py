@@ -1,12 +1,8 @@
 """Derives every random stream from (seed, path), so that order of execution never matters.
 
-A path is such as `("batch", round, client)`. A stream's whole state is a digest of it: streams of
-different paths are unrelated, and the same in every process and on every engine.
-
-What protects people is drawn by `normal`, `uniform` and `signs`, from AES-256 in counter mode under
-a key of the stream's own: nobody can tell the rest from a part of it. In a simulation that key
-follows from the scenario's seed: such noise is reproducible, and protects nobody outside of it.
-`Stream.secret` has a key that no seed gives.
+Streams of different paths, such as `("batch", round, client)`, are unrelated, and the same in every
+process. What protects people is drawn by `normal`, `uniform` and `signs` from AES-256 in counter
+mode. In a simulation its key follows from the scenario's seed, and protects nobody outside of it.
 """
 
 from __future__ import annotations
@@ -68,8 +64,7 @@ class Stream(torch.Generator):
     def __init__(self, material: bytes) -> None:
         """Derives both streams from the bytes `material`; neither reveals it, nor the other."""
         self.set_state(_mersenne_state(material))
-        # Each use of the material has a prefix of its own: neither digest tells anything of the
-        # other.
+        # Each use of the material has its own prefix: neither digest tells anything of the other.
         key = hashlib.sha256(b"fedsim noise\0" + material).digest()
         zeros = bytes(16)  # a key is used for one stream, so that its counter starts at 0
         self._keystream = Cipher(algorithms.AES(key), modes.CTR(zeros)).encryptor()
@@ -135,8 +130,8 @@ def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 def global_stream(seed: int) -> Iterator[None]:
     """Seeds torch's global generators by `seed` inside its `with` block.
 
-    That of the CPU is restored afterwards, those of CUDA are not. It serves code that takes no
-    generator, such as module initialization and `F.dropout`.
+    That of the CPU is restored afterwards. Those of CUDA are seeded if CUDA is in use, and not
+    restored. It serves code that takes no generator, such as module initialization.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.set_state(_mersenne_state(_text(seed, ("global",))))

@@ -21,7 +21,7 @@ Finished = Callable[[Job, Result], None]
 
 
 def writer_of(path: Path, row: Callable[[Job, Result], ResultRow], display: Display) -> Finished:
-    """Returns a callback that appends `row(job, result)` to file `path` and advances `display`."""
+    """Returns a callback that appends `row(job, result)` to JSONL `path` and advances `display`."""
 
     def on_result(job: Job, result: Result) -> None:
         # On the disk before the display says that it is done: a kill loses no finished attack.
@@ -50,7 +50,8 @@ def attack(
 
     Raises:
         RunFailed: a worker process died.
-        FedsimError: a recording, its truth or the granted images are missing or damaged.
+        FedsimError: a recording, its truth or the granted images are missing or damaged, or an
+            attack cannot be made.
     """
 
     def on_progress(job: Job, at: Progress) -> None:
@@ -108,7 +109,7 @@ def _summary(job: Job, result: Result) -> str:
 
 
 def _peak_memory() -> int:
-    """Returns the largest resident set of this process or of any ended worker, in bytes."""
+    """Returns the largest resident set of this process or of one ended worker, in bytes."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     # Linux counts in KiB. Of children it has the largest one, and not their sum.
     return max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024

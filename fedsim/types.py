@@ -59,7 +59,6 @@ ReleaseKind = Literal[
 Payload = Literal["update"] | ReleaseKind
 """Kinds of client message: a model's update, or what was computed from rows in closed form."""
 
-
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
 
 
@@ -83,8 +82,7 @@ class StepRule:
     eps: float = 1e-8
     nesterov: bool = False
     weight_decay: float = 0.0
-    """Factor of the weights that is added to the gradient; AdamW takes it off the weights
-    directly."""
+    """Factor of the weights, added to the gradient; AdamW takes lr times that off the weights."""
     proximal: float = 0.0
     """μ of FedProx: μ times the weights' movement so far is added to each step's gradient."""
     rates: tuple[float, ...] | None = None
@@ -130,8 +128,7 @@ class LocalTraining:
         rule = self.rule
         if rule is None:
             return True
-        # AdamW and Adam divide each entry by a size of its own; decay and a proximal term add
-        # weights.
+        # Adam and AdamW divide each entry by its own size; decay and a proximal term add weights.
         return rule.optimizer == "sgd" and not (rule.nesterov or rule.weight_decay or rule.proximal)
 
     @property
@@ -141,7 +138,7 @@ class LocalTraining:
 
     @property
     def num_images(self) -> int:
-        """Number of distinct images of an update; where batch sizes vary, the mean number."""
+        """Number of images in `distinct_batches`, a mean where sizes vary; repeats count again."""
         return self.batch_size * self.distinct_batches
 
     def as_probed(self, batch_size: int) -> LocalTraining:
@@ -149,7 +146,7 @@ class LocalTraining:
         return replace(self, batch_size=batch_size, sampling="without_replacement")
 
     def bins(self, num_examples: int) -> int:
-        """Returns the number of bins that `balls_in_bins` deals `num_examples` into, at least 1."""
+        """Returns the bins of `balls_in_bins`: num_examples / batch_size, rounded, at least 1."""
         # Halves are rounded up; `round` would take them to the even neighbour.
         return max(1, math.floor(num_examples / self.batch_size + 0.5))
 
@@ -411,11 +408,10 @@ class Effect:
         return not altered and not self.batch and not self.noisy
 
     def then(self, after: Effect) -> Effect:
-        """Returns the joint effect of a defense with this one and, behind it, one with `after`."""
+        """Returns the effect of a defense with this effect, followed by one with effect `after`."""
         bounds = [bound for bound in (self.bound, after.bound) if bound is not None]
         cuts = [cut for cut in (self.truncated, after.truncated) if cut is not None]
-        # Where two rules act, a zero no longer says which of them set it: the rule is then
-        # "others".
+        # Where two rules act, a zero no longer says which of them set it.
         removals = {removal for removal in (self.removed, after.removed) if removal}
         return Effect(
             known=self.known and after.known,
@@ -518,7 +514,7 @@ class Observation:
 
     @property
     def num_images(self) -> int:
-        """Number of distinct images of the update, on average where batch sizes vary."""
+        """Number of images behind the update, counted as in `LocalTraining.num_images`."""
         return self.training.num_images * self.num_clients
 
 
@@ -528,7 +524,6 @@ CANDIDATE_LABELS = "candidate_labels"
 """Tensor of a client's truth: (N,) int64 classes of these candidates."""
 CANDIDATE_MEMBERS = "candidate_members"
 """Tensor of a client's truth: (N,) bool, whether the client trains on each candidate."""
-
 
 SOURCE_INPUTS = "source_inputs"
 """Tensor of a joined truth: (N, ...) inputs on [0, 1] whose client source attacks are asked for."""
@@ -559,8 +554,7 @@ class Truth:
         """Returns all tensors that are recorded, by field or by name in `more`, without None."""
         import torch
 
-        # Files hold tensors alone, so that `classes` of rows travels as one; `of` makes it an int
-        # again.
+        # Files hold tensors alone, so that `classes` of rows travels as one.
         own = {
             n: torch.as_tensor(v)
             for n, v in vars(self).items()
@@ -570,7 +564,10 @@ class Truth:
 
     @staticmethod
     def of(tensors: Tensors) -> Truth:
-        """Builds a RowTruth from what `tensors` returned if it has `members`, or a GroundTruth."""
+        """Builds a RowTruth from what `tensors` returned if it has `members`, or a GroundTruth.
+
+        A lacking tensor without a default is a TypeError.
+        """
         # Files do not say what they hold: only a truth of rows has to say who took part.
         kind = RowTruth if "members" in tensors else GroundTruth
         known = {each.name for each in fields(kind)} - {"more"}
@@ -663,7 +660,7 @@ class Reconstruction:
     """Number of iterations of the attack's optimizer; 0 without one."""
 
     def parts(self) -> dict[str, Tensor]:
-        """Returns part -> answer (`images`, `labels`, ...), without parts that have no answer."""
+        """Returns part -> answer, if any: images, labels, features, rows, membership, `more`."""
         own = {name: getattr(self, name) for name in _PARTS}
         return {name: part for name, part in {**own, **self.more}.items() if part is not None}
 
@@ -706,7 +703,7 @@ class Dataset:
     """Whether changing one image's label would move other images to other places and so, where a
     partition deals by places, to other clients."""
     left_out: tuple[tuple[str, int], ...] = ()
-    """(reason, count) of the files that the source found and did not use."""
+    """(reason, count) of the files, or a table's columns, that the source found and did not use."""
 
     @property
     def input_spec(self) -> InputSpec:
@@ -808,8 +805,7 @@ class Table:
     def __post_init__(self) -> None:
         """Refuses, by a FedsimError, a training row beyond the bound that every claim rests on."""
         norms = self.train_rows.norm(dim=1)
-        # Negated, and not `norms > ...`: a norm of NaN compares as False and has to be refused,
-        # too.
+        # Negated, and not `norms > ...`: a norm of NaN compares as False, and is refused as well.
         beyond = ~(norms <= self.row_norm * (1 + _ROUNDING))
         if beyond.any():
             row = int(beyond.nonzero()[0])
