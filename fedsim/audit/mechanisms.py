@@ -79,6 +79,7 @@ def audit(
     Raises:
         FedsimError: the mechanism or a key is unknown, a value is missing or out of its range,
             there are too few draws (below 100 of each world) or too many, or a figure is NaN.
+        ValidationError: keys contradict each other in the curve that the experiment claims.
     """
     experiment = calculator.make(mechanism, "experiment", keys)
     assert isinstance(experiment, Experiment)

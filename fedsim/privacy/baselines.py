@@ -4,12 +4,10 @@
 stated by Lu et al., The Normal Distributions Indistinguishability Spectrum, Figure 14.
 
 `mutual_information_leverage`: Showkatbakhsh, Karakus and Diggavi, Privacy-Utility Trade-off of
-Linear Regression under Random Projections and Additive Noise, ISIT 2018, release the noisy
-projection D'G + σ N and bound by I a row's mutual information with it, given all other rows. That
-implies privacy of total variation sqrt(2 I), and so (ε, δ) for every ε >= 0 with δ = sqrt(2 I)
-(Cuff and Yu, Differential Privacy as a Mutual Information Constraint, CCS 2016). The bound on I
-here is our own: the largest Kullback-Leibler divergence from the release without the row, which for
-leverage p and r columns is r (p / (1 - p) + log(1 - p)) / 2.
+Linear Regression under Random Projections and Additive Noise, ISIT 2018, bound by I a row's mutual
+information with D'G + σ N, given all other rows. That implies (ε, δ) for every ε >= 0 with δ =
+sqrt(2 I) (Cuff and Yu, Differential Privacy as a Mutual Information Constraint, CCS 2016). The
+bound on I is our own: the largest Kullback-Leibler divergence from the release without the row.
 
 `kan_*`: Population Risk Bounds for Kolmogorov-Arnold Networks Trained by DP-SGD with Correlated
 Noise, 2026. *Independent noise* by Theorem 5.4 (D.9): Lemma D.7's "dominant term" of the Rényi
@@ -161,7 +159,6 @@ def kan_epsilon(
 
 
 def _classical(delta: float) -> float:
-    """Returns the noise multiplier of the classical Gaussian mechanism at ε = 1."""
     return math.sqrt(2 * math.log(1.25 / ((1 - _SHARE) * delta)))
 
 

@@ -1,12 +1,4 @@
-"""The privacy calculator: δ(ε), ε(δ) and noise of any registered mechanism, by name.
-
-    from fedsim.privacy import calculator
-
-    calculator.delta("gaussian", {"sensitivity": 1, "sigma": 2}, epsilon=1.0)
-
-Mechanisms are those of the entry point group `fedsim.mechanisms`. Nothing of one is imported before
-it is asked for.
-"""
+"""The privacy calculator: δ(ε), ε(δ) and noise of any registered mechanism, by name."""
 
 from __future__ import annotations
 
@@ -42,14 +34,14 @@ QUESTIONS = {
 
 
 def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
-    """Computes the least δ of `mechanism` at ε >= 0; where the two directions differ, the larger.
+    """Computes the least known δ of `mechanism` at ε >= 0; where the directions differ, the larger.
 
     `keys` are values of the mechanism's keys, which `fedsim privacy` lists. The field `delta` of
-    the answer has δ.
+    the answer has δ, exact or a bound; an estimate has an `interval`.
 
     Raises:
-        FedsimError: the mechanism or a key is unknown (with the nearest that is known), a value is
-            missing or out of range, or the result cannot be computed.
+        FedsimError: the mechanism or a key is unknown, a value is missing or out of range, or the
+            result cannot be computed.
 
     >>> round(delta("gaussian", {"sensitivity": 1, "sigma": 2}, epsilon=1.0).delta, 6)
     0.00683
@@ -60,9 +52,9 @@ def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
 
 
 def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
-    """Computes the least ε >= 0 of `mechanism` at δ in (0, 1), in the answer's `epsilon`.
+    """Computes the least known ε >= 0 of `mechanism` at δ in (0, 1), in the answer's `epsilon`.
 
-    ε is inf if there is none. `keys` and errors are those of `delta`.
+    ε is inf if there is none. `keys`, intervals and errors are those of `delta`.
     """
     made, at = curve(mechanism, keys), probability(delta)
     with numerics_errors():
@@ -82,7 +74,7 @@ def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta:
         delta: in (0, 1).
 
     Raises:
-        FedsimError: as of `delta`; or the mechanism has no noise to find.
+        FedsimError: as of `delta`; the mechanism has no noise to find, or no noise is enough.
     """
     made = make(mechanism, "calibration", keys)
     assert isinstance(made, Calibration)

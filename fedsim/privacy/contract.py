@@ -1,9 +1,4 @@
-"""Defines what a mechanism offers the privacy calculator: δ(ε), ε(δ), its noise, an audit.
-
-Each is a frozen pydantic model whose fields are the keys that a user writes (`fedsim privacy delta
-gaussian sensitivity=1 sigma=2 --epsilon 1`). A `KnownMechanism` has them all, and is registered by
-its name in the entry point group `fedsim.mechanisms`.
-"""
+"""Defines what a mechanism offers the privacy calculator: δ(ε), ε(δ), its noise, an audit."""
 
 from __future__ import annotations
 
@@ -34,7 +29,8 @@ class Answer:
     """Holds an answer of the calculator; fields that do not apply to the mechanism are None.
 
     `epsilon` and `delta` belong together: one was given, and the other found. A calibration's are
-    those that its noise gives. A figure that was found may be an estimate, see `interval`.
+    those asked for, or one of them with what the noise gives there. A figure that was found may be
+    a bound, or an estimate, see `interval`.
     """
 
     epsilon: float
@@ -48,9 +44,11 @@ class Answer:
     for P with the row and Q without it. `reverse`: the other way round. `both`: they are alike, or
     δ covers both. None: it is not known which."""
     sigma: float | None = None
-    """Standard deviation of the noise, in the units of the release."""
+    """Standard deviation of the noise, in the units of the release; of `least_squares`, σ of the
+    rows σ I appended to the data. `correlated_gaussian` counts it in clipping norms."""
     noise_multiplier: float | None = None
-    """Standard deviation of the noise over the sensitivity."""
+    """Standard deviation of the noise over the sensitivity; of steps of DP-SGD, over the clipping
+    norm. `least_squares` and `random_projection`: `sigma` over the bound on a row's norm."""
     max_leverage: float | None = None
     """The largest leverage of a row at which the release is still (ε, δ)-private."""
     scale: float | None = None
@@ -64,13 +62,13 @@ class Answer:
     confidence: float | None = None
     """Probability that the interval holds the figure."""
     unit: str | None = None
-    """The unit that ε and δ protect: a row, an example or a client; `unit unknown` of `normal`."""
+    """The unit that ε and δ protect: a row, an example or a client; `unit unknown` of `normal`.
+    Only the functions of `calculator` fill in this field and the next."""
     neighbours: str | None = None
     """The difference between two neighbours, in words; nothing is claimed for any others."""
 
 
 def _larger(found: Mapping[Direction, float]) -> Direction:
-    """Returns the direction whose figure is larger; NaN is the largest, so that it is reported."""
     # A NaN compares false with everything: a plain maximum would keep or drop it by its place.
     return max(found, key=lambda way: (math.isnan(found[way]), found[way]))
 
@@ -91,18 +89,21 @@ class Stated(Keys):
 
 
 class Curve(Stated):
-    """Describes a release whose δ(ε) is known, exactly or by an estimate with an interval."""
+    """Describes a release whose δ(ε) is known exactly, by a bound or by an estimate.
+
+    Where a figure cannot be computed, the methods raise a FedsimError.
+    """
 
     @abstractmethod
     def delta(self, epsilon: float) -> Answer:
-        """Returns an answer whose `delta` is the least δ at ε >= 0, of the larger direction."""
+        """Returns an answer whose `delta` is the least known at ε >= 0, of the larger direction."""
 
     @abstractmethod
     def epsilon(self, delta: float) -> Answer:
-        """Returns an answer whose `epsilon` is the least ε >= 0 at δ in (0, 1); inf if none is."""
+        """Returns an answer whose `epsilon` >= 0 is the least known at δ in (0, 1); inf if none."""
 
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
-        """Computes ln δ at each of `epsilons` >= 0: for each direction an array of their shape.
+        """Computes ln δ at each of the (n,) `epsilons` >= 0: an (n,) array for each direction.
 
         The only key is `both` where the directions are alike or not known apart, as by default.
         """
@@ -128,7 +129,7 @@ class ExactCurve(Curve):
 
     @abstractmethod
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
-        """Computes ln δ at `epsilons` >= 0, in their shape, by the keys of `Curve.log_deltas`."""
+        """See `Curve.log_deltas`."""
 
     @abstractmethod
     def epsilons(self, delta: float) -> Mapping[Direction, float]:
@@ -142,14 +143,14 @@ class ExactCurve(Curve):
         return {}
 
     def delta(self, epsilon: float) -> Answer:
-        """Returns an answer with δ at ε >= 0, in the direction where it is larger."""
+        """See `Curve.delta`."""
         lines = self.log_deltas(np.array([epsilon]))
         found = {way: float(values[0]) for way, values in lines.items()}
         way = _larger(found)
         return self._answer(epsilon, found[way], way)
 
     def epsilon(self, delta: float) -> Answer:
-        """Returns an answer with the least ε >= 0 at δ in (0, 1), of the larger direction."""
+        """See `Curve.epsilon`."""
         found = self.epsilons(delta)
         way = _larger(found)
         return self._answer(found[way], float(np.log(delta)), way)
@@ -165,10 +166,9 @@ class Calibration(Stated):
 
     @abstractmethod
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """Finds the least noise for ε >= 0 and δ in (0, 1), and returns what that noise gives.
+        """Finds the least noise for ε >= 0 and δ in (0, 1), in fields such as `Answer.sigma`.
 
-        Raises:
-            FedsimError: no noise is enough, or none can be computed.
+        A FedsimError says that no noise is enough, or none can be computed.
         """
 
 
@@ -178,7 +178,7 @@ class Experiment(Keys):
     What is drawn is a sufficient statistic of the full release, from the mechanism's own steps.
     `sabotage` multiplies the noise: 0.8 draws what a mechanism with 20% less noise than it claims
     would release. The score is the likelihood ratio's logarithm under the noise that was really
-    drawn, as of an attacker who knows the code: no other test is stronger (Neyman and Pearson).
+    drawn: no other test is stronger (Neyman and Pearson).
     """
 
     claims: ClassVar[type[Curve]]
@@ -189,11 +189,17 @@ class Experiment(Keys):
     """Factor on the noise's standard deviation that the claim does not know of; 1 is honest."""
 
     def curve(self) -> Curve:
-        """Returns the curve that is claimed: the mechanism as declared, without `sabotage`."""
+        """Returns the curve that is claimed: the mechanism as declared, without `sabotage`.
+
+        Keys that contradict each other are a ValidationError.
+        """
         return self.claims.model_validate(self.model_dump(exclude={"sabotage"}))
 
     def claim(self, delta: float) -> float:
-        """Returns the ε claimed at δ in (0, 1); for an estimate, the upper end of its interval."""
+        """Returns the ε claimed at δ in (0, 1); for an estimate, the upper end of its interval.
+
+        Errors are those of `Curve.epsilon`.
+        """
         found = self.curve().epsilon(delta)
         # An estimate is below the truth about half of the time;
         # only the interval's end may be claimed.
@@ -207,15 +213,16 @@ class Experiment(Keys):
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
         """Draws `draws` releases from `rng`; returns (draws,) scores, rising with the likelihood.
 
-        `present` says which of the two neighbours is released: the higher a score, the likelier it
-        is the one with the row.
+        `present` says whether the neighbour with the row is released: the higher a score, the
+        likelier it is that one. A score is infinite where only one of the two can be the source.
         """
 
 
 class KnownMechanism(Plugin):
-    """Names the classes of one mechanism, which an entry point registers; None if it lacks one.
+    """Names the classes of one mechanism; None for one that it lacks.
 
-    The calculator lists the first line of a subclass's docstring.
+    An entry point of the group `fedsim.mechanisms` registers it. The calculator lists the first
+    line of a subclass's docstring.
     """
 
     curve: ClassVar[type[Curve] | None] = None

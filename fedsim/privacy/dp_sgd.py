@@ -1,7 +1,4 @@
-"""The calculator's mechanism `dp_sgd`: DP-SGD as people say it, by the ledger of runs.
-
-It stands beside the ledger, which accounts it, and not among the mechanisms, which the ledger uses.
-"""
+"""The calculator's mechanism `dp_sgd`: DP-SGD as people say it, by the ledger of runs."""
 
 from __future__ import annotations
 
@@ -107,8 +104,6 @@ class _DPSGDKeys(Stated):
 
 
 class _DPSGDCurve(_DPSGDKeys, Curve):
-    """ε and δ of a training with a given noise."""
-
     noise_multiplier: Annotated[float, Field(gt=0, le=1e12)]
     """z: standard deviation of the noise on the sum of clipped gradients, over the norm."""
 
@@ -126,13 +121,10 @@ class _DPSGDCurve(_DPSGDKeys, Curve):
 
 
 def _delta(up: float) -> float:
-    """Returns exp(`up` - 700), kept just below 1."""
     return math.exp(min(up - _SMALLEST, -1e-9))
 
 
 class _DPSGDCalibration(_DPSGDKeys, Calibration):
-    """The least noise of a whole training that is (ε, δ)-private."""
-
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         # Searched by the ledger itself, so that a run with this
         # noise states no more than `epsilon`.

@@ -1,18 +1,14 @@
 """The ledger: what a whole defense stack claims after all its rounds, never by a guess.
 
-A stack is accounted only if it proves a `Mechanism`; every other stack has ε = ∞, with the reason.
 Without sampling, T Gaussian releases are one Gaussian release with noise multiplier z / sqrt(T),
 whose curve is exact. Batches sampled without replacement are accounted by Rényi divergences (Wang,
 Balle and Kasiviswanathan, Subsampled Rényi Differential Privacy and Analytical Moments Accountant,
 AISTATS 2019, Theorem 27) as implemented by dp_accounting. Noise that is correlated between steps is
-one Gaussian release of them all (`fedsim.privacy.composition.correlated`); there no amplification
-by sampling without replacement is known but the mean over the batches, as if they were known. Where
-examples are drawn independently of each other, the claim is that of the calculator's
-`correlated_gaussian`: of an estimate, its interval's upper end, and of fewer draws where these take
-long.
+one Gaussian release of them all (`fedsim.privacy.composition.correlated`). Where examples are drawn
+independently of each other, the claim is that of the calculator's `correlated_gaussian`.
 
-What the claim covers: the update itself. A client's number of examples and reported loss, its
-taking part, and the choice of hyper-parameters are outside of it.
+The claim covers the update itself. A client's number of examples and reported loss, its taking
+part, and the choice of hyper-parameters are outside of it.
 """
 
 from __future__ import annotations
@@ -72,10 +68,7 @@ class ProbeReleases:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Lists the releases of one client, and the δ at which they are accounted.
-
-    An entry with the most participations and the least data is that of the worst client.
-    """
+    """Lists the releases of one client, and the δ at which they are accounted."""
 
     rounds: int
     """Rounds in which the client released the result of its batches once."""
@@ -99,6 +92,7 @@ class Entry:
     """Names, by unit, of quantities that clients compute with and that the unit's data influenced
     without noise. A unit then moves more than its own contribution, and nothing is claimed."""
     probes: Collection[ProbeReleases] = ()
+    """Answers to probes, which count besides the rounds."""
     unprotected: Collection[str] = ()
     """Names of tensors that clients release and no defense acts on; of any, nothing is claimed."""
     drawn: bool = False
@@ -112,10 +106,7 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
     """Returns the guarantee of `stack` to the client of `entry`.
 
     `declared` is the local training before the stack's training defenses. Where nothing is
-    guaranteed ε is inf, `delta` and `unit` are None, and `reason` says why. A client is hidden
-    under `zero_out`: against a client that released noise alone. An example is hidden under
-    `replace_one` (the same client with one example exchanged for any other) or `add_or_remove`
-    (with one example more or less).
+    guaranteed ε is inf, `delta` and `unit` are None, and `reason` says why.
 
     Raises:
         FedsimError: the stack is contradictory, δ is not in (0, 1), or a sampled batch is larger
@@ -194,7 +185,6 @@ def _claim_of(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyCla
 
 
 def _ignore_sampling(mechanism: Proven | None, entry: Entry) -> Proven | None:
-    """Returns the mechanism without its sampling, for an example that is known to be drawn."""
     if entry.drawn and isinstance(mechanism, Mechanism):
         return replace(mechanism, sampling=None)
     return mechanism
@@ -236,6 +226,7 @@ def of_steps(
 
     Args:
         mechanism: the Gaussian mechanism of a step; `releases` is the number of steps of a round.
+            Under sampling by `poisson` or `balls_in_bins` its relation has to be `zero_out`.
         training: local training after the stack's training defenses.
         rounds: rounds that the client takes part in.
         num_examples: number of examples that the client holds, at least a batch.
@@ -302,7 +293,6 @@ class _Batches:
 
     @property
     def multiplier(self) -> float:
-        """The noise's standard deviation over the sensitivity."""
         return self.mechanism.noise_multiplier / self.mechanism.reach
 
 
@@ -355,7 +345,6 @@ def _of_all_batches(mechanism: Mechanism, steps: int, delta: float) -> tuple[flo
 def _of_the_server(
     mechanism: Mechanism, schedules: frozenset[tuple[bool, ...]], delta: float
 ) -> float:
-    """Computes the exact ε of the client that moves the server's correlated releases the most."""
     from fedsim.privacy.composition.correlated import reach
 
     farthest = mechanism.reach * reach(schedules, mechanism.correlation)

@@ -16,8 +16,8 @@ from fedsim.types import FedsimError
 def tpr_limit(epsilon: float, delta: float, fpr: float) -> float:
     """Computes the largest true positive rate of a test under (ε, δ), at false positive rate `fpr`.
 
-    Raises:
-        FedsimError: ε is negative or NaN, or δ or `fpr` is not in [0, 1].
+    An ε above 700 gives 1. A FedsimError refuses an ε that is negative or NaN, and a δ or `fpr`
+    that is not in [0, 1].
 
     >>> tpr_limit(0.0, 0.0, 0.25), tpr_limit(math.inf, 0.0, 0.25)
     (0.25, 1.0)
@@ -55,8 +55,8 @@ def share_p_value(
     """Returns the p-value of a claim (ε, δ), given that a test finds `told` of `members`.
 
     The test takes whoever scores above a threshold, the `accused`-th highest score of `others` that
-    took no part. The result is 1 where nothing is refuted. Errors are those of `certain_rate` and
-    `tpr_limit`.
+    took no part. The result is in [1e-12, 1]; at 1 nothing is refuted. Errors are those of
+    `certain_rate` and `tpr_limit`.
 
     Args:
         told: number of members whose score is above the threshold.
@@ -94,7 +94,6 @@ def share_p_value(
 
 
 def _pure_p_value(told: int, members: int, accused: int, others: int, epsilon: float) -> float:
-    """Returns `share_p_value` of a claim whose δ is 0."""
     from scipy.special import betaincinv
 
     def is_refuted(level: float) -> bool:
@@ -150,8 +149,7 @@ def row_claim(
 def auc_limit(epsilon: float, delta: float) -> float:
     """Computes the largest area under a test's ROC curve: the area under `tpr_limit`.
 
-    Raises:
-        FedsimError: ε is negative or NaN, or δ is not in [0, 1].
+    A FedsimError refuses an ε that is negative or NaN, and a δ that is not in [0, 1].
 
     >>> auc_limit(0.0, 0.0), auc_limit(math.inf, 0.0)
     (0.5, 1.0)

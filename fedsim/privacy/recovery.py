@@ -2,13 +2,8 @@
 
 Upper bounds on the error: Liu et al., Data Reconstruction Attacks and Defenses, section 3 and
 Appendices B and C, of `tensor_features` alone and up to a constant that the paper does not give.
-
-Limits of any attack: whoever chooses among candidates without the release is right with some
-chance, which prior it is drawn from decides. Differential privacy, Gaussian noise and the
-information in a release each bound by how much that chance grows. Where none applies, there is no
-number but a reason. A function that states no error checks no argument.
-
-`recovery` states both behind each defense of the paper.
+Limits of any attack say how likely it is right, given how likely a guess without the release is. A
+function that states no error checks no argument.
 """
 
 from __future__ import annotations
@@ -81,13 +76,13 @@ def gaussian_information(energy: float, std: float) -> float:
 
 
 def chance_within(error: float, information: float, dimension: int) -> float:
-    """Bounds the probability with which any attack finds a direction to within a sine of `error`.
+    """Bounds the probability with which any attack finds a direction to a sine of at most `error`.
 
     Fano's inequality for continuous parameters gives (I + ln 2) / ln(1 / V), where V is the share
     of the sphere so close to a line (Duchi and Wainwright, Distance-based and Continuum Fano
     Inequalities, arXiv 1311.2669, Proposition 2). I is the `information` in nats that was released
-    of the direction, which is uniform on the sphere in `dimension` >= 2 dimensions. It does not
-    hold of an attacker with prior knowledge, such as that features are alike.
+    of the direction, which is uniform on the sphere in `dimension` >= 2 dimensions. `error` is in
+    [0, 1). An attacker with prior knowledge, such as that features are alike, is not bound by it.
 
     >>> round(chance_within(0.5, information=5.6, dimension=512), 3)
     0.018
@@ -221,14 +216,13 @@ def success_limit(chance: float, claims: Iterable[EpsilonDelta]) -> float:
 
     Any answer that is independent of the release is close with probability `chance` at most, over
     the prior of the one unit that the claims protect. Whatever else the attacker knows of the data,
-    it succeeds with at most e^ε chance + δ, and 1 - e^-ε (1 - δ - chance). A test between the
-    release with the unit and one without it has that error (Balle, Cherubin and Hayes,
-    Reconstructing Training Data with Informed Adversaries, S&P 2022, Theorem 2 at ε-DP; Hayes,
-    Mahloujifar and Balle, Bounding Training Data Reconstruction in DP-SGD, NeurIPS 2023, Theorem 2
-    for any curve). Both ends are concave in the chance, so that a mean chance bounds the mean.
+    it succeeds with at most e^ε chance + δ, and 1 - e^-ε (1 - δ - chance): the least of these is
+    returned, 1 without claims (Balle, Cherubin and Hayes, Reconstructing Training Data with
+    Informed Adversaries, S&P 2022, Theorem 2; Hayes, Mahloujifar and Balle, Bounding Training Data
+    Reconstruction in DP-SGD, NeurIPS 2023, Theorem 2). It is concave in the chance.
 
-    All `claims` hold at once. Amplification by sampling must not be in them: whoever is attacked
-    was drawn. Errors are those of `tpr_limit`.
+    Amplification by sampling must not be in `claims`: whoever is attacked was drawn. Errors are
+    those of `tpr_limit`.
 
     >>> round(success_limit(0.001, [(1.0, 0.0)]), 6)
     0.002718
@@ -241,10 +235,10 @@ def success_limit(chance: float, claims: Iterable[EpsilonDelta]) -> float:
 def gaussian_success_limit(chance: float, distance: float) -> float:
     """Bounds the probability of `success_limit` behind Gaussian noise alone: Φ(Φ⁻¹(chance) + μ).
 
-    `chance`, at least 0, is as there. `distance` is μ >= 0, how far the protected unit moves the
-    released mean, in its noise's deviations. T steps with noise multiplier z move it sqrt(T) / z.
-    No curve of claims gives a smaller bound (Neyman and Pearson; Dong, Roth and Su, Gaussian
-    Differential Privacy, 2022, section 2).
+    `chance` >= 0 is as there; above 1 it counts as 1. `distance` is μ >= 0: a unit moves the
+    released mean so far, in its noise's deviations. T steps with noise multiplier z move it by
+    sqrt(T) / z. No curve of claims gives a smaller bound (Dong, Roth and Su, Gaussian Differential
+    Privacy, 2022, section 2).
 
     >>> gaussian_success_limit(0.5, 0.0)
     0.5
@@ -305,14 +299,13 @@ def least_direction_error(
 def van_trees(fisher: NDArray[np.float64], prior: NDArray[np.float64]) -> float:
     """Bounds from below the mean squared error, summed over entries, of any estimator.
 
-    The bound is tr((E J + I)⁻¹): J is the Fisher information of the release, of which `fisher` is
-    the (d, d) mean over the prior, and I that of the `prior`, for a normal one its inverse
-    covariance (van Trees, Detection, Estimation and Modulation Theory I, 1968, section 2.4.3; Gill
-    and Levit, Bernoulli 1, 1995). It holds of biased estimators, too, unlike that without a prior
-    (Guo et al., Bounding Training Data Reconstruction in Private (Deep) Learning, ICML 2022,
-    Theorem 1). The prior's density has to vanish at its ends, and the release's to be
-    differentiable, as gradients of ReLU networks are not. Behind Gaussian noise of deviation s, J
-    is D'D / s² for the derivative D of what is released. A singular sum is a LinAlgError.
+    The bound is tr((E J + I)⁻¹) (van Trees, Detection, Estimation and Modulation Theory I, 1968,
+    section 2.4.3; Gill and Levit, Bernoulli 1, 1995). `fisher` is E J, the (d, d) mean over the
+    prior of the release's Fisher information J. `prior` is I, the (d, d) Fisher information of the
+    prior, for a normal one its inverse covariance. The prior's density has to vanish at its ends,
+    and the release's to be differentiable, as gradients of ReLU networks are not. Behind Gaussian
+    noise of deviation s, J is D'D / s² for the derivative D of what is released. A singular E J + I
+    is a LinAlgError.
 
     >>> van_trees(np.eye(2) / 0.5, np.eye(2))  # twice 1 / (1 / 0.5 + 1)
     0.6666666666666666
@@ -326,8 +319,7 @@ def least_normal_error(variances: Sequence[float], information: float) -> float:
     The bound is the distortion-rate function of independent normal entries, by reverse
     water-filling (Cover and Thomas, Elements of Information Theory, Theorem 10.3.3). `variances`
     are those along the principal axes, and `information` the largest mutual information of release
-    and vector, in nats. No derivative is needed: with `gaussian_information` it holds for ReLU
-    networks as well.
+    and vector, in nats. No derivative is needed, so that it holds for ReLU networks as well.
 
     >>> least_normal_error([1.0, 1.0], 0.0), round(least_normal_error([1.0, 1.0], 1.0), 4)
     (2.0, 0.7358)
@@ -386,7 +378,7 @@ class DefenseBounds:
     """`tensor_rate`, to which the error of attack `tensor_features` is proportional."""
     upper: float | None = None
     """Upper bound of that error, a root mean square distance of unit features, with the hidden
-    constant and logarithms at 1."""
+    constant and logarithms at 1. It is stated even if `valid` is False."""
     valid: bool = False
     """Whether the conditions of the theorem hold, as far as they can be checked."""
     reason: str | None = None
@@ -408,12 +400,11 @@ def list_keys(as_json: bool = False) -> str:
 
 
 def recovery(keys: Mapping[str, Any]) -> list[DefenseBounds]:
-    """Returns the bounds behind each of nine defenses of Liu et al., section 3, in a fixed order.
+    """Returns the bounds behind each of nine defenses of Liu et al., section 3.
 
-    `keys` has values by name, which `list_keys` describes.
-
-    Raises:
-        FedsimError: a key is missing, unknown or out of range.
+    They are none, local steps on one batch or on others, clipping, noise, DP-SGD, aggregation,
+    dropout and pruning, in this order. `keys` has values by name, which `list_keys` describes. A
+    key that is missing, unknown or out of range is a FedsimError.
     """
     from fedsim.scenario.explain import explain, known_keys
 
@@ -507,7 +498,7 @@ def _dp_sgd(asked: _RecoverySetting) -> DefenseBounds:
 
 
 def describe(bounds: DefenseBounds) -> str:
-    """Returns the bounds of a defense in words, as lines for a terminal."""
+    """Returns the bounds of a defense in words: several lines, without a newline at the end."""
     above = "no bound" if bounds.upper is None else f"at most {bounds.upper:.4g} x constant"
     lines = [bounds.defense, f"    tensor attack  {above}"]
     if bounds.reason:

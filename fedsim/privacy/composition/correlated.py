@@ -6,11 +6,9 @@ C G + Z: the Gaussian mechanism on C G, also where g_t is chosen after seeing ea
 (Denisov et al., Improved Differential Privacy for SGD via Optimal Private Linear Operators on
 Adaptive Streams, NeurIPS 2022, Theorem 2.1).
 
-Source: Kalinin et al., DP-CGD: Efficient Noise Correlation for Differentially
-Private Model Training, 2026; Population Risk Bounds for Kolmogorov-Arnold Networks Trained by
-DP-SGD with Correlated Noise, 2026, Algorithm 1 and (24), (25).
-
-Logarithms are natural; that of δ = 0 is -inf.
+Source: Kalinin et al., DP-CGD: Efficient Noise Correlation for Differentially Private Model
+Training, 2026; Population Risk Bounds for Kolmogorov-Arnold Networks Trained by DP-SGD with
+Correlated Noise, 2026, Algorithm 1 and (24), (25).
 """
 
 from __future__ import annotations
@@ -38,7 +36,8 @@ _LEAST, _TOLERANCE, _CELLS, _TAIL = 0.02, 0.01, 2048, 1e-12
 def accumulate(present: Array | NDArray[np.bool_], correlation: float) -> Array:
     """Computes y_t = λ y_(t-1) + z_t of each row z (T,) of `present`, λ being `correlation`.
 
-    `present` is (k, T), 1 where an example takes part in a step, else 0. So is the result, float64.
+    `present` is (k, T), 1 where an example takes part in a step, else 0, or any other numbers. The
+    result is (k, T) float64.
     """
     # C z by its recursion, in T steps in place of a T x T product.
     y = present.astype(np.float64)
@@ -115,7 +114,7 @@ def grid(correlation: float, least: float, tolerance: float, rounding: Rounding)
 def grid_size(correlation: float, least: float = _LEAST, tolerance: float = _TOLERANCE) -> float:
     """Estimates how many levels `grid` builds of the same arguments; exactly 2 for `correlation` 0.
 
-    Levels are a factor of 1 + `tolerance` apart or, if it is less, of 1 / `correlation`.
+    By default the grid is that of `log_delta_revealed`: `least` is 0.02 and `tolerance` 0.01.
     """
     if correlation == 0:
         return 2.0
@@ -237,7 +236,8 @@ def log_delta_revealed(
     """Computes ln of a bound on δ(ε) against an attacker who knows an example's batches.
 
     The example's contribution is exchanged for zero. Batches are drawn independently, or all of one
-    size: other members may depend on whether the example was drawn. A FedsimError refuses an ε < 0.
+    size: other members may depend on whether the example was drawn. The result is -inf for δ = 0. A
+    FedsimError refuses an ε or noise below 0.
 
     Args:
         noise_multiplier: standard deviation of z_t over the clipping norm.
@@ -258,7 +258,7 @@ def log_delta_known_bin(
     """Computes the bound of `log_delta_revealed` for an example in every `bins`-th step.
 
     The first of these is uniformly one of the first `bins` steps, and the attacker knows which.
-    Where `steps` times `bins` is very large, the bound is looser.
+    Where `steps` times `bins` is above 10^6, the bound is looser.
 
     Args:
         noise_multiplier: as of `log_delta_revealed`.
@@ -281,7 +281,6 @@ def log_delta_known_bin(
 def _log_mean_delta(
     noise: float, epsilon: float, reached: list[float], weights: list[float], rest: float
 ) -> float:
-    """Computes log(Σ weight δ(reach) + rest)."""
     # Where the noise is below the least double, the ratio is 0: nothing is hidden.
     with np.errstate(over="ignore", under="ignore"):
         ratios = noise / np.asarray(reached, dtype=np.float64)

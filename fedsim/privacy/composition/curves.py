@@ -8,8 +8,7 @@ Two proofs are computed, and the smaller ε is stated:
   product of the pairs dominates the releases together (Zhu, Dong and Wang, Optimal Accounting of
   Differential Privacy via Characteristic Function, AISTATS 2022). Each curve is evaluated at points
   and joined between them by chords from above (Doroshenko et al., Connect the Dots, PETS 2022);
-  dp_accounting convolves the discrete pairs that have these curves. The ε found is never below the
-  product's, and above it by the chords alone.
+  dp_accounting convolves the discrete pairs that have these curves.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _POINTS = 300
 _TAIL = 1e-4
 """The most that cutting a curve off at its ends may add to δ, as a share of δ."""
 _FAR = 1e4
-"""The ε at which a curve is taken to have come down to its limit, and the largest ε stated."""
+"""The ε at which a curve is taken to have come down to its limit."""
 
 _ROUNDING = 1e-14
 """The relative error of a sum of limits, which are known by their logarithms."""
@@ -48,11 +47,11 @@ def of_mechanisms(parts: tuple[CurveMechanism, ...], delta: float) -> float:
 
 
 def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
-    """Computes the least proven ε in [0, 10^4] of all releases together at δ; inf if there is none.
+    """Computes the least proven ε >= 0 of all releases together at δ; inf if none is found.
 
-    `curves` has a function for each release, from an array of ε >= 0 to log δ in its shape. The
-    result is exact for one curve, an upper bound for several, and 0 for none. A δ that is not in
-    (0, 1) is a FedsimError.
+    `curves` has a function for each release, from an array of ε >= 0 to ln δ in its shape; no
+    curve is followed beyond an ε of 10^4. The result is exact for one curve, an upper bound for
+    several, and 0 for none. A δ that is not in (0, 1) is a FedsimError.
     """
     target = float(require_delta(delta))
     # what releases nothing costs nothing, not even the rounding of a composition
@@ -85,7 +84,6 @@ def _inverse(curve: LogDelta, target: float) -> float:
 
 
 def _numerical(curves: Sequence[LogDelta], delta: float) -> float:
-    """Computes ε of the convolution of the curves' discrete pairs."""
     reaches = {curve: _reach(curve, delta) for curve in set(curves)}
     if any(math.isinf(reach) for reach in reaches.values()):
         return math.inf
@@ -145,5 +143,4 @@ def _convex(x: Array, y: Array) -> list[int]:
 
 
 def _at(curve: LogDelta, epsilon: float) -> float:
-    """Evaluates a curve at one ε."""
     return float(curve(np.array([epsilon]))[0])

@@ -46,7 +46,7 @@ _TILTS = (1.5, 3.0, 5.0)
 
 
 class TooFewDraws(FedsimError):  # noqa: N818 - reads as what happened
-    """Says that the draws do not reach far enough into the tail for an interval."""
+    """Raised where the draws do not reach far enough into the tail for an interval."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class _Steps(Keys):
 _EXACT = "exact Gaussian"
 _CONVEX = "exact Gaussian, averaged over the batches, by joint convexity"
 _LARGEST = 1e9
-"""Largest ε, and largest noise multiplier, that are looked for."""
+"""Bound on ε, and on the noise multiplier, that are looked for."""
 _SEARCH, _ATTEMPTS = 9, 8
 """Curves that calibration estimates of a few draws, and of all of them."""
 
@@ -157,7 +157,6 @@ class _CorrelatedKeys(_Steps):
         return PairCurve(of, noise, draws, seed, most)
 
     def _log_delta_revealed(self, noise: float, epsilon: float) -> float:
-        """Bounds log δ at ε for an attacker who knows an example's batches."""
         if self.sampling == "balls_in_bins":
             return correlated.log_delta_known_bin(
                 noise, epsilon, steps=self.steps, bins=self._bins, correlation=self.correlation
@@ -184,9 +183,9 @@ class _CorrelatedKeys(_Steps):
 class CorrelatedCurve(_CorrelatedKeys, Curve):
     """Computes the curve δ(ε) of T correlated releases whose noise is given.
 
-    Further keys: `steps` (T), `sampling`, `sampling_rate` (q), `correlation` (λ), `variant`,
-    `relation`, `seed` and `draws`, see `fedsim privacy`. An estimated figure has an `interval`,
-    whose upper end is what may be claimed.
+    Further keys are `steps` (T) and `sampling`, which are required, `sampling_rate` (q),
+    `correlation` (λ), `variant`, `relation`, `seed` and `draws`: `fedsim privacy` describes them. A
+    contradiction is a ValidationError. Of an estimate, the upper end of `interval` may be claimed.
     """
 
     noise_multiplier: Annotated[float, Field(gt=0, le=1e12)]
@@ -241,7 +240,7 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
         """Returns (ε, method) at δ for an attacker who knows which batches an example was in.
 
         The contribution is exchanged for zero. The result bounds ε where batches are hidden, too;
-        it is inf if there is none up to 10^9.
+        it is inf if none up to 2^29 is enough.
         """
         target, noise = math.log(delta), self.noise_multiplier
         found = _least(lambda eps: self._log_delta_revealed(noise, eps) <= target)

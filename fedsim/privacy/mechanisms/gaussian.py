@@ -22,8 +22,6 @@ from fedsim.privacy.numerics.special import Array
 
 
 class _GaussianCurve(Sensitivity, ExactCurve):
-    """The curve δ(ε) of the Gaussian mechanism, whose noise is given."""
-
     formula: ClassVar[str] = "closed form (Balle and Wang 2018, Theorem 8)"
     sigma: float = Field(ge=0, le=1e12)
     """Standard deviation of the noise, in the units of the release; 0 or at least 1e-12."""
@@ -45,8 +43,6 @@ class _GaussianCurve(Sensitivity, ExactCurve):
 
 
 class _GaussianCalibration(Sensitivity, Calibration):
-    """The least noise of the Gaussian mechanism."""
-
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         multiplier = float(gaussian.noise_multiplier(epsilon, delta))
         # What is found may lie beyond what may be asked.

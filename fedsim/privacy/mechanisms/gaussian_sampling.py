@@ -1,8 +1,4 @@
-"""The calculator's Gaussian sampling: what is known of neighbours, and the keys that say it.
-
-Of kernel matrices one row of which moves more is known than how far apart they are
-(`kernel_distance`), and their curve is exact.
-"""
+"""The calculator's Gaussian sampling: what is known of neighbours, and the keys that say it."""
 
 from __future__ import annotations
 
@@ -60,7 +56,6 @@ class _Neighbours(Keys):
         return self
 
     def separation(self) -> float | Array:
-        """Returns `separation` of `log_delta_at`: (1, 2) eigenvalues, or the distance."""
         if self.beta is None or self.lift is None:
             return self.apart()
         return kernel_distance.eigenvalues_under_lift(
@@ -83,8 +78,6 @@ class _Neighbours(Keys):
 
 
 class _GaussianSamplingCurve(_Neighbours, ExactCurve):
-    """Curve δ(ε) of a number of draws."""
-
     k: Count
     """Number of draws."""
     variant: _SamplingVariant = "exact"
@@ -109,8 +102,6 @@ class _GaussianSamplingCurve(_Neighbours, ExactCurve):
 
 
 class _GaussianSamplingCalibration(_Neighbours, Calibration):
-    """Finds how many Gaussian vectors may be drawn from a private covariance at a given (ε, δ)."""
-
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         draws = wishart.max_draws(self.separation(), epsilon, delta)
         if draws == 0:
@@ -140,7 +131,10 @@ class SamplingRelease(CurveMechanism):
     accountant: str = "exact Gaussian sampling"
 
     def log_delta(self, epsilons: Array) -> Array:
-        """Computes log δ at each of `epsilons` >= 0; -inf without draws."""
+        """Computes ln δ at each of `epsilons` >= 0, in their shape; -inf without draws.
+
+        A FedsimError refuses other ε, and eigenvalues below 0.
+        """
         if self.samples == 0:
             return np.full_like(epsilons, -np.inf)
         return wishart.log_delta_of(self.samples, np.array(self.eigenvalues), epsilons)

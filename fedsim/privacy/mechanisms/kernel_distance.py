@@ -25,8 +25,6 @@ x = z'Sd / r and y = z'Ce have x² + y² <= 1, and z'(-uw' - wu' + |d|² ww')z i
 |d| = r, with a = r / sqrt(γ): on that disc between exp(-s) - 1 and exp(s) - 1, s = 2 arsinh(a / 2).
 So whatever F is, all eigenvalues of K^½ K'⁻¹ K^½ are in [exp(-s), exp(s)], and all but two are 1.
 Both ends are attained together, in the limit of another row so long that it fixes d.
-
-An argument that is not a finite number above 0 is refused (`FedsimError`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ number of sensitivity Δ (ε, δ)-private. The claim is exact: less than that δ
 
 For a vector with noise in every entry, Δ has to be its L1 sensitivity, and δ grows with the number
 of entries in which neighbours differ; the curve here is that of one number.
-
-An argument out of its range is refused (`FedsimError`).
 """
 
 from __future__ import annotations
@@ -110,7 +108,10 @@ def _epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> fl
 
 
 def std(scale: float, bound: float) -> float:
-    """Computes the standard deviation of noise of density ∝ exp(-|x| / `scale`) on ± `bound`."""
+    """Computes the standard deviation of noise of density ∝ exp(-|x| / `scale`) on ± `bound`.
+
+    Both are above 0, in the units of the result; nothing is checked.
+    """
     from scipy.special import gammainc
 
     # E[x²] of a truncated exponential is Γ(3) = 2 times the regularized gammainc(3), over its mass.
@@ -119,8 +120,6 @@ def std(scale: float, bound: float) -> float:
 
 
 class _TruncatedLaplaceCurve(Sensitivity, ExactCurve):
-    """Curve δ(ε) of truncated Laplace noise that is given."""
-
     formula: ClassVar[str] = "closed form (Geng et al. 2020)"
     scale: PositiveSize
     """b of the density exp(-|x| / b), in the units of the release."""
@@ -144,8 +143,6 @@ class _TruncatedLaplaceCurve(Sensitivity, ExactCurve):
 
 
 class _TruncatedLaplaceCalibration(Sensitivity, Calibration):
-    """Truncated Laplace noise on one number: its scale and bound."""
-
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         most = float(bound(self.sensitivity, epsilon, delta))
         if not math.isfinite(most):

@@ -15,8 +15,6 @@ t_j² <= t², t = β / b.
   are within exp(±sqrt(d) t), *and* no worse than a Gaussian mechanism with μ = sqrt(π/2) t, since
   randomized response of t_j is none worse than one with μ_j = 2 Φ⁻¹(1 / (1 + exp(-t_j)))
   <= sqrt(π/2) t_j (at FPR = FNR, and elsewhere by convexity), and those compose.
-
-An argument out of its range is refused (`FedsimError`).
 """
 
 from __future__ import annotations
@@ -86,7 +84,7 @@ class LaplaceRelease(CurveMechanism):
     accountant: str = "truncated Laplace noise"
 
     def log_delta(self, epsilons: Array) -> Array:
-        """Computes log δ at each of `epsilons` >= 0; a FedsimError refuses fields not above 0."""
+        """Computes ln δ at each of `epsilons` >= 0; a FedsimError refuses fields not above 0."""
         return _log_delta(self.beta, self.scale, self.bound, self.dimension, epsilons)
 
 
@@ -105,7 +103,7 @@ def calibrate_noise(
         epsilon: above 0.
         delta: in (0, 1); another is a FedsimError.
         calibration: `tight` finds the least scale that is proven to be enough; `paper` takes
-            sqrt(d) β / ε, and the bound of one number with the sensitivity sqrt(d) β.
+            sqrt(d) β / ε, and the bound of one number of sensitivity sqrt(d) β.
     """
     require_range("delta", delta, np.finfo(float).tiny, 1.0, "a probability in (0, 1)")
     wide = math.sqrt(dimension) * distance

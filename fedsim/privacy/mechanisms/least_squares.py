@@ -8,8 +8,6 @@ which has leverage p in B and q in [B, b]; q - p = e_i² / |e|².
 
 The log-likelihood ratio is a quadratic form (`quadratic`). q = p makes it that of a random linear
 combination, p = 0 that of a projection onto d columns with the directions exchanged.
-
-An argument out of its range is refused (`FedsimError`).
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ def log_delta(
     epsilon: ArrayLike,
     direction: Direction = "both",
 ) -> Array:
-    """Computes log δ of sketched least squares for a row of given leverages, also at underflow.
+    """Computes ln δ of sketched least squares for a row of given leverages, also at underflow.
 
     The release is N(x, |e|² (B'B)^-1 / r), x and e being solution and residual of min |B x - b|.
     The arguments broadcast; those out of range are a FedsimError.
@@ -224,7 +222,7 @@ def sigma(
     """Finds σ of the rows σ I appended to [B, b] that makes `log_delta`'s release (ε, δ)-private.
 
     Args:
-        row_norm: l, the largest L2 norm of a row of [B, b], features and target, in units of σ.
+        row_norm: l, the largest L2 norm of a row of [B, b], features and target; σ is in its units.
         r: rows of the sketch that the release stands for.
         d: features.
         epsilon: at least 0.
@@ -314,8 +312,6 @@ _METHOD = "contour integral (Lu et al., Theorem 4)"
 
 
 class _Leverages(Keys):
-    """The keys that δ of least squares depends on."""
-
     p: float = Field(ge=0, le=1)
     """Leverage of the row in B, the features."""
     q: float = Field(ge=0, le=1)
@@ -335,8 +331,6 @@ class _Leverages(Keys):
 
 
 class _LeastSquaresCurve(_Leverages, ExactCurve):
-    """Curve δ(ε) of sketched least squares at given leverages."""
-
     formula: ClassVar[str] = _METHOD
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
@@ -427,14 +421,16 @@ class RegressionRelease(ExactMechanism):
     accountant: str = "exact least squares, worst row"
 
     def epsilon(self, delta: float, releases: int) -> float:
-        """Computes ε of `releases` >= 1, worst row: `releases` times one's at δ / `releases`."""
+        """Computes ε of `releases` >= 1, worst row: `releases` times one's at δ / `releases`.
+
+        It is inf for a `leverage` of 1.
+        """
         keys = (self.leverage, self.residual, self.columns, self.features)
         return releases * _worst_epsilon(*keys, delta / releases)
 
 
 @cache
 def _worst_epsilon(leverage: float, residual: float, r: int, d: int, delta: float) -> float:
-    """Computes the least ε at which every row of at most that leverage and residual is private."""
     if leverage >= 1:
         return math.inf
     found = least_epsilon(

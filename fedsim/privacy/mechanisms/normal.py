@@ -89,8 +89,8 @@ class NormalPair:
 def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -> NormalPair:
     """Returns the log-likelihood ratio of N1 = N(mean1, cov1) and N2 = N(mean2, cov2).
 
-    Directions in which neither varies are left out, if the means agree there. Where only one
-    distribution varies in a direction, the supports differ.
+    Directions in which neither varies are left out, if the means agree there. If they do not, or
+    only one distribution varies in a direction, the supports differ (`apart`).
 
     Args:
         mean1: (d,) mean of the first distribution.
@@ -99,8 +99,8 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
         cov2: (d, d) covariance of the second.
 
     Raises:
-        FedsimError: a shape does not fit, a number is not finite, a covariance is not symmetric or
-            indefinite, or so ill-conditioned that its rank cannot be told.
+        FedsimError: a shape does not fit, a number is not finite or beyond ± 1e100, a covariance is
+            not symmetric, indefinite, or so ill-conditioned that its rank cannot be told.
     """
     means = [_array(name, mean, 1) for name, mean in (("mean1", mean1), ("mean2", mean2))]
     covs = [_covariance(name, cov) for name, cov in (("cov1", cov1), ("cov2", cov2))]
@@ -222,7 +222,6 @@ def _symmetric(array: Array) -> Array:
 
 
 def _positive(name: str, values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Returns which eigenvalues are not 0."""
     share = values / values[-1]
     # Between the two thresholds an eigenvalue may be rounding or not: neither answer is safe.
     unsure = (share > _ROUNDING * len(values)) & (share < _CERTAIN)
@@ -235,8 +234,6 @@ def _positive(name: str, values: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 class _NormalCurve(ExactCurve):
-    """Curve δ(ε) of the pair of distributions in a file."""
-
     formula: ClassVar[str] = "contour integral (Lu et al., Theorem 1)"
     unit: ClassVar[str] = "unit unknown"
     file: Path

@@ -10,8 +10,6 @@ Pr[Γ(a) >= u] - exp(ε) Pr[Γ(a) >= v] = E[(1 - exp(-(X - u) p / (1-p)))+], X ~
 probabilities agree to many digits (small p) or underflow, the expectation is integrated: its
 integrand is positive. The reverse direction is E[(1 - exp(-p (y - X)))+] with y = (-ε - a log(1-p))
 / p; it is never the larger one.
-
-An argument out of its range is refused (`FedsimError`).
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ def regularize_leverage(leverage: float, sabotage: float) -> float:
 def log_delta(
     leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
 ) -> Array:
-    """Computes log δ of a Gaussian random projection D'G, right where δ underflows.
+    """Computes ln δ of a Gaussian random projection D'G, right where δ underflows.
 
     The first three arguments broadcast; one out of range is a FedsimError.
 
@@ -205,7 +203,7 @@ def sigma(
 
 
 def _excess(p: Array, a: Array, eps: Array) -> tuple[Array, Array]:
-    """Computes u / a - 1 and v / a - 1, without cancellation for small p."""
+    """Computes (u / a - 1, v / a - 1), without cancellation for small p."""
     scaled = eps / a
     k = np.arange(1, 16)
     series = (np.minimum(p, 0.1)[..., None] ** k / (k + 1)).sum(-1)
@@ -285,8 +283,6 @@ _METHOD = "closed form (Lu et al., Theorem 2)"
 
 
 class _RandomProjectionCurve(ExactCurve):
-    """Curve δ(ε) of a projection at a given leverage."""
-
     formula: ClassVar[str] = _METHOD
     leverage: float = Field(ge=0, le=1)
     """Leverage of the row that the neighbour lacks (with noise: in D with σ I appended)."""

@@ -11,13 +11,10 @@ All that is known of neighbours is M = |K^(1/2) K'^-1 K^(1/2) - I|_F = sqrt(Σ (
 then the largest over all eigenvalues at that distance and over both directions. It is taken to be
 that of m eigenvalues 1 ± M / sqrt(m) and otherwise ones, the worst m from 1 to ∞ (where it is a
 Gaussian mechanism): m = 1 but for small ε. That is not proven; a search over random eigenvalues
-finds none worse (tests/privacy/mechanisms/test_wishart.py). From M = 1 on K' may be singular,
-and δ is 1.
+finds none worse. From M = 1 on K' may be singular, and δ is 1.
 
 Where one row of the data moves, only two eigenvalues differ from one, and how far they can is known
 (`kernel_distance`): there δ is proven (`log_delta_of`).
-
-An argument out of its range is refused (`FedsimError`).
 """
 
 from __future__ import annotations
@@ -42,10 +39,10 @@ _SPREADS = np.unique(np.round(np.concatenate([np.arange(1, 33), 2 ** np.arange(5
 
 
 def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
-    """Computes log δ of `k` draws of N(0, K), for neighbours' covariances K' at a distance of M.
+    """Computes ln δ of `k` draws of N(0, K), for neighbours' covariances K' at a distance of M.
 
-    M is |K^(1/2) K'^-1 K^(1/2) - I|_F, and δ the largest at that distance. The arguments broadcast:
-    k >= 1, M >= 0 (from 1 on, δ is 1) and ε >= 0; others are a FedsimError.
+    M is |K^(1/2) K'^-1 K^(1/2) - I|_F, and δ the largest that a search found at that distance. The
+    arguments broadcast: k >= 1, M >= 0 (from 1 on, δ is 1) and ε >= 0; others are a FedsimError.
 
     >>> float(np.exp(log_delta(1000, 0.1, 5.0)).round(6))
     0.120146
@@ -74,7 +71,7 @@ def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
 
 
 def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
-    """Computes log δ, in the shape of `epsilon` >= 0, of `k` >= 1 draws of N(0, K).
+    """Computes ln δ, in the shape of `epsilon` >= 0, of `k` >= 1 draws of N(0, K).
 
     `eigenvalues` are (n, 2) rows of (λ+, λ-), at least 0. For any neighbours in either order,
     K^(1/2) K'^-1 K^(1/2) has the eigenvalues 1 + a and 1 - b besides ones, and one of the rows has
@@ -102,7 +99,7 @@ def epsilon(k: float, separation: float | Array, delta: float) -> float:
     """Computes the least ε >= 0 at which δ of `k` draws is at most `delta`.
 
     `separation` and errors are as of `log_delta_at`. The result is inf where neighbours'
-    covariances may be told apart for sure, as at a distance of 1.
+    covariances may be told apart for sure, as at a distance of 1 or more.
     """
     at_zero = float(log_delta_at(k, separation, 0.0))
     target = float(np.log(require_delta(delta)))
@@ -136,7 +133,7 @@ def paper_epsilon(k: float, distance: float, delta: float) -> float:
     """Computes the ε that DP-NTK regression's Lemma 5.4 states for `k` draws at `distance` M.
 
     The lemma allows M up to min{ε / sqrt(8 k log(1/δ)), ε / (8 log(1/δ))}, for ε < 1 only: the
-    result is inf if it is 1 or more.
+    result is inf if it is 1 or more. A δ that is not in (0, 1) is a FedsimError.
     """
     log = -float(np.log(require_delta(delta)))
     stated = distance / min(1 / math.sqrt(8 * k * log), 1 / (8 * log))

@@ -31,8 +31,8 @@ _RANGE = "a number of at least 0"
 def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
     """Computes ln δ(ε) of the Gaussian mechanism; the result is right where δ underflows.
 
-    `noise_multiplier` is the noise's standard deviation over the L2 sensitivity, 0 for δ = 1. Both
-    directions are alike. The arguments broadcast.
+    `noise_multiplier` is the noise's standard deviation over the L2 sensitivity: 0 gives δ = 1, inf
+    δ = 0. Both directions are alike. The arguments broadcast.
 
     Raises:
         FedsimError: `noise_multiplier` is below 0 or `epsilon` not in [0, ∞).
@@ -50,7 +50,7 @@ def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
 
 
 def epsilon(noise_multiplier: ArrayLike, delta: ArrayLike) -> Array:
-    """Computes the least ε >= 0 at which Gaussian noise is (ε, δ)-private; inf without any.
+    """Computes the least ε >= 0 at which Gaussian noise is (ε, δ)-private; inf for no noise.
 
     `noise_multiplier` is as of `log_delta`, and the arguments broadcast.
 
@@ -148,7 +148,6 @@ def _log_curve(c: Array, mu: Array) -> Array:
 
 
 def _log_normal(x: Array) -> Array:
-    """Computes log φ(x)."""
     return np.asarray(-(x**2) / 2 - np.log(2 * np.pi) / 2)
 
 

@@ -241,7 +241,6 @@ class _Path:
 
 
 def _bend_path(v: Array, side: Array, bend: Array) -> tuple[Array, Array, Array]:
-    """Returns x, y and dx / dy at v."""
     y = np.sinh(v)
     root = np.sqrt(y * y + bend * bend)
     towards = _TILT * side
@@ -310,6 +309,8 @@ def epsilon(
 ) -> Array:
     """Computes the least ε >= 0 at which δ(ε) of `log_delta` is at most `delta`, in its shape.
 
+    It is NaN where the integral cannot be computed.
+
     Args:
         a: as of `log_delta`, like the next three.
         rest: 1 - a_j.
@@ -349,7 +350,7 @@ class _Form:
 
     @classmethod
     def of(cls, a: Array, rest: Array, shift: Array, count: Array, eps: Array) -> _Form:
-        """Makes the form; `log_rest` is taken from whichever of a and 1 - a tells more of it."""
+        # From whichever of a and 1 - a tells more of it.
         log_rest = np.where(np.abs(a) < 0.5, np.log1p(-a), np.log(rest))
         return cls(a, rest, shift, count, log_rest, eps)
 

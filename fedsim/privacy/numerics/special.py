@@ -123,7 +123,10 @@ def log_gammainc(a: Array, x: Array) -> Array:
 
 @cache
 def legendre(count: int) -> tuple[Array, Array]:
-    """Returns rising Gauss-Legendre nodes in (0, 1) and weights of sum 1; do not change them."""
+    """Returns (nodes, weights) of Gauss and Legendre on (0, 1), cached: do not change them.
+
+    Both are (`count`,); nodes ascend, and weights have the sum 1.
+    """
     nodes, weights = np.polynomial.legendre.leggauss(count)
     return (nodes + 1) / 2, weights / 2
 
@@ -159,9 +162,10 @@ def solve(
 
 
 def least(holds: Callable[[float], bool], *, most: float, tolerance: float = 0.0) -> float:
-    """Finds by bisection the least x >= 0 from which on `holds` is true; inf beyond `most`.
+    """Finds by bisection the least x >= 0 from which on `holds` is true; inf if it is not found.
 
-    `holds` is true at the result, which is too large by at most `tolerance` relative to x.
+    No x above the largest power of two up to `most` is tried. `holds` is true at the result, which
+    is too large by at most `tolerance` relative to x, or 2^-60 if that is more.
     """
     if holds(0.0):
         return 0.0
@@ -190,11 +194,11 @@ def least_epsilon(
     """Finds the least ε >= 0 at which a falling `log_delta` is at most `target`.
 
     Args:
-        log_delta: maps ε to log δ.
+        log_delta: maps ε to ln δ.
         target: logarithm of the δ that is asked for.
         xtol: absolute tolerance; it or `rtol` is kept.
         rtol: relative tolerance.
-        most: largest ε that is looked for; the result is inf beyond it.
+        most: no ε above the largest power of two up to it is tried; then the result is inf.
     """
     from scipy.optimize import brentq
 
@@ -230,10 +234,9 @@ _FARTHEST = math.log(64)
 def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
     """Finds the least noise multiplier, in five digits, whose ε is at most `target`.
 
-    `epsilon_of` computes ε of a noise multiplier, and falls as that grows.
-
-    Raises:
-        FedsimError: the target is 0, no noise is enough, or hardly any noise is enough already.
+    The search ends where ε is within 0.5% of it. `epsilon_of` computes ε of a noise multiplier, and
+    falls as that grows. A FedsimError says that the target is 0, that no noise up to 10^9 is
+    enough, or that noise of 10^-6 is enough already.
     """
     if target <= 0:
         raise FedsimError("epsilon: 0 takes noise without end; ask for one above 0")

@@ -18,7 +18,7 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 class TooMuchWork(FedsimError):  # noqa: N818 - reads as what happened
-    """Says that an answer would compute more numbers than it may."""
+    """Raised where an answer would compute more numbers than it may."""
 
 
 @contextmanager
