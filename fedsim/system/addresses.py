@@ -48,8 +48,7 @@ def unfit(address: str, *, has_roots: bool) -> str | None:
     try:
         host, port = split(address)
     except ValueError:
-        # Refused below, as a port outside of its range is.
-        port = 0
+        port = 0  # refused below
     if not 0 < port < 2**16:
         return f"expected HOST:PORT, got {address!r}"
     if has_roots or is_loopback(host):
@@ -61,7 +60,10 @@ def unfit(address: str, *, has_roots: bool) -> str | None:
 
 
 def listener(address: str) -> socket.socket:
-    """Returns a socket that listens at HOST:PORT (0: a free one); else a ValueError or OSError."""
+    """Returns a socket, which the caller closes, that listens at HOST:PORT (port 0: a free one).
+
+    A malformed address is a ValueError, a port above 65535 an OverflowError, a failure an OSError.
+    """
     host, port = split(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)

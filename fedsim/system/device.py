@@ -42,8 +42,8 @@ def compute_exactly(device: str | torch.device) -> None:
 def move_tensors(value: T, device: str | torch.device, but: Collection[str] = ()) -> T:
     """Returns a copy of the dataclass instance `value` with its tensors on `device`.
 
-    Tensors in mappings, nested dataclasses and tuples of these move, too. Fields of `value` itself
-    that `but` names stay as they are.
+    Mappings of tensors alone, nested dataclasses and tuples of dataclasses move, too. Fields of
+    `value` itself that `but` names stay as they are.
     """
     assert is_dataclass(value) and not isinstance(value, type)
     found: dict[str, Any] = {}

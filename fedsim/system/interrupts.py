@@ -1,8 +1,6 @@
 """Ctrl-C, SIGTERM and SIGHUP: the command ends with status 130 and says how to go on.
 
-The first raises `Interrupted`, so that what is under way can be put in order. A second one ends the
-process at once, as a first one does that was lost or waits behind a long computation. Imports the
-standard library alone, since interrupts come early, too.
+Imports the standard library alone, since interrupts come early, too.
 """
 
 from __future__ import annotations
@@ -34,8 +32,6 @@ class Interrupted(KeyboardInterrupt):
 
 
 class _State:
-    """Tracks whether this process's command was interrupted."""
-
     received = False
     """Whether a signal has told the command to end."""
     ended = False
@@ -66,9 +62,10 @@ def say(write: Callable[[str], object]) -> None:
 def command() -> Iterator[None]:
     """Runs a whole command in a `with` block, once a process and in its main thread.
 
-    Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` in it. Whatever exception then ends the block
-    becomes a SystemExit of status 130, and stderr says how to go on, unless `say` has. A second
-    signal, or 20 seconds without an end, ends the process with that status.
+    The first Ctrl-C, SIGTERM or SIGHUP raises `Interrupted` in it, unless that signal was ignored.
+    Whatever exception then ends the block becomes a SystemExit of status 130, and stderr says how
+    to go on, unless `say` has. A second signal, or 20 seconds without an end, ends the process with
+    that status.
     """
     _install()
     try:
@@ -87,7 +84,10 @@ def command() -> Iterator[None]:
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Holds interrupts back until a `with` block is over; processes started in it never get any."""
+    """Holds interrupts back until a `with` block is over, if the main thread runs it.
+
+    Processes that its thread starts in the block never get any.
+    """
     pending: list[int] = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -143,6 +143,6 @@ def _watch(reader: int) -> NoReturn:
 
 
 def _ignore(numbers: list[signal.Signals]) -> None:
-    """Ignores signals at the exit: the default, death by the signal, would change the status."""
+    # The default, death by the signal, would change the status of the exit.
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)

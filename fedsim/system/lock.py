@@ -43,7 +43,7 @@ def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Ite
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether a run has locked `folder`; False also where its file system cannot tell."""
+    """Returns whether a run has locked `folder`; False if it is missing or nothing can tell."""
     try:
         handle = os.open(folder / NAME, os.O_RDONLY | _FLAGS)
     except OSError:
@@ -72,8 +72,7 @@ def _lock(path: Path, option: str) -> int:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise FedsimError(f"{path}: is {_NO_LOCK}; remove it")
             _acquire(handle, path, option)
-            # Its holder may have removed the file between opening and
-            # locking: the lock would be on nothing.
+            # Its holder may have removed the file meanwhile: the lock would be on nothing.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), path.stat()):
                     os.ftruncate(handle, 0)

@@ -20,7 +20,7 @@ _LARGEST_MMAP_THRESHOLD = 2**25
 
 @cache
 def keep_freed() -> bool:
-    """Makes glibc keep freed memory for this process's next tensors; returns whether it will."""
+    """Makes glibc keep freed memory for this process's next tensors; False where it cannot."""
     # glibc returns freed megabytes at once, and every iteration of an attack pays for fresh pages:
     # a fifth of its time on ConvNet.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -32,7 +32,10 @@ def keep_freed() -> bool:
 
 @cache
 def limit() -> int:
-    """Returns how many bytes this process may use, without swap; 64 GiB if nothing tells."""
+    """Returns how many bytes this process may use, without swap, as at the first call.
+
+    These are at most 64 GiB where the system does not tell its memory.
+    """
     try:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (OSError, ValueError):
@@ -74,8 +77,7 @@ def _control_group_limits(listed: Path, root: Path) -> list[int]:
         return []
     limits = []
     for line in lines:
-        # Version 1 lists a line for each hierarchy with its
-        # controllers; version 2 has one line without.
+        # Version 1 has a line for each hierarchy with its controllers; version 2 one line without.
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue

@@ -1,8 +1,6 @@
 """Opens the files that users name, and checks the paths that they write to.
 
-Everything that a user can name is opened here, or by a library after `regular` has looked at it: a
-device would fill the memory, a pipe would wait for ever, and a file can be larger than what reads
-it. These raise a FedsimError, and a file that is missing or may not be read an OSError.
+A device would fill the memory, a pipe would wait for ever, and a file can be too large to read.
 """
 
 from __future__ import annotations
@@ -112,14 +110,17 @@ def content(path: Path, max_bytes: int) -> bytes:
 def text(path: Path, max_bytes: int, encoding: str = "utf-8") -> str:
     """Returns the text of a regular file of at most `max_bytes`.
 
-    A FedsimError refuses any other file, an OSError one that is missing or may not be read. Bytes
-    that are not in `encoding` are a UnicodeDecodeError.
+    A FedsimError refuses any other file, an OSError one that is missing or may not be read, and a
+    UnicodeDecodeError bytes that are not in `encoding`.
     """
     return content(path, max_bytes).decode(encoding)
 
 
 def writable_folder(path: Path, option: str) -> None:
-    """Raises a FedsimError, with `option` in it, if `path` can be no writable folder."""
+    """Raises a FedsimError, with `option` in it, if `path` can be no writable folder.
+
+    The folder need not exist, and is not made.
+    """
     try:
         if "\0" in str(path):
             raise ValueError("a name with a NUL")
@@ -148,7 +149,10 @@ def writable_folder(path: Path, option: str) -> None:
 
 
 def writable_file(path: Path, option: str) -> None:
-    """Raises a FedsimError, with `option` in it, if `path` can be no writable file."""
+    """Raises a FedsimError, with `option` in it, if `path` is a folder or its folder unwritable.
+
+    Whether a file that is there already may be overwritten is not checked.
+    """
     writable_folder(path.parent, option)
     if path.is_dir():
         raise FedsimError(f"{option} {path}: is a folder; name a file in it")

@@ -1,7 +1,6 @@
 """Runs worker processes, and keeps a temporary folder, that end with their parent, however it ends.
 
-Imports the standard library alone: a worker is bound to its parent before it imports what it works
-with, which takes seconds.
+Imports the standard library alone: a worker is bound to its parent before slow imports.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class _Context:
-    """Holds what a worker got from its parent when it started."""
-
     news: Queue[Any]
     shared: bytes
 
@@ -86,7 +83,10 @@ def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Qu
 
 
 def tell(message: Any) -> None:
-    """Puts a picklable `message` into the queue of this worker's `pool`; else an AssertionError."""
+    """Puts a picklable `message` into the queue of this worker's `pool`.
+
+    Outside of a worker it is an AssertionError.
+    """
     assert _context is not None
     _context.news.put(message)
 
