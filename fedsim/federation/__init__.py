@@ -1,7 +1,6 @@
 """The federation: the only part of fedsim that imports Flower.
 
-`federate` trains one defense stack as a Flower ServerApp and ClientApps and records what the server
-sees. Importing this package sets Flower's environment and imports neither Flower nor torch.
+Importing this package sets Flower's environment and imports neither Flower nor torch.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ def federate(
 ) -> None:
     """Trains `stack` (a key of `scenario.defenses`) and records what its server sees below `out`.
 
-    A stack that is already complete returns at once. The same scenario on the same kind of
-    processor gives the same results, bit for bit: on every engine, on any number of cores,
-    interrupted or not.
+    A stack that is already complete returns at once. Unless nodes draw from secrets of their own,
+    the same scenario gives the same results on the same kind of processor. They are equal bit for
+    bit: on every engine, on any number of cores, interrupted or not.
 
     Args:
-        scenario: The scenario, whose sections have been checked against each other.
+        scenario: The scenario.
         stack: Name of the stack of defenses.
         out: The run's folder.
         resume: Whether results of this stack in `out` are continued; False refuses them.
@@ -60,6 +59,7 @@ def federate(
 
     Raises:
         FedsimError: The scenario is refused, the training failed, or `out` holds other results.
+        OSError: The file `training.weights` is missing, or `out` cannot be written to.
     """
     from fedsim.federation import strategies
     from fedsim.federation.checkpoint import Checkpoints

@@ -1,9 +1,6 @@
 """Checkpoints of a stack's training: enough to go on after a kill as if nothing had happened.
 
-    OUT/checkpoints/<stack>.safetensors     global model, the strategy's memory, and which round
-
-One file, replaced as a whole. Nothing is pickled. A checkpoint that is damaged, or of another
-scenario or other data, is refused with a `FedsimError`.
+Each is one file, `OUT/checkpoints/<stack>.safetensors`, replaced as a whole and never pickled.
 """
 
 from __future__ import annotations
@@ -57,18 +54,20 @@ class Checkpoint:
     strategy: Mapping[str, Any]
     """The strategy's memory as JSON values, which refer to `strategy_tensors` by name."""
     strategy_tensors: Tensors
+    """The strategy's tensors, by the names that `strategy` has for them."""
 
 
 class Checkpoints:
     """Writes and reads the checkpoint of one stack of one run; only the latest is kept.
 
-    Reading one that is damaged, or of another scenario or other data, raises a FedsimError.
+    Whatever reads one that is damaged, or of another scenario or other data, raises a FedsimError:
+    `start`, `begun`, `complete` and `load`.
     """
 
     def __init__(
         self, out: Path, scenario: Scenario, stack: str, held: Sequence[int] | None = None
     ) -> None:
-        """Names the checkpoint of one stack, and reads none yet; missing weights are an OSError.
+        """Names the checkpoint of one stack, and reads none yet; raises what `fingerprint` raises.
 
         Args:
             out: The run's folder.
@@ -87,7 +86,7 @@ class Checkpoints:
     def start(self) -> None:
         """Removes all recordings of rounds after the last checkpoint, which are trained again.
 
-        A FedsimError says that the checkpoint is damaged, or of another scenario or other data.
+        Half-written files and spooled answers of the stack go, too.
         """
         index = self._index()
         done = index.round if index else 0
@@ -99,12 +98,12 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether the stack has a checkpoint (a FedsimError if it is damaged) or a recording."""
+        """Whether the stack has a checkpoint or a recording."""
         return self._index() is not None or self._recordings.exists()
 
     @property
     def complete(self) -> bool:
-        """Whether the scenario's last round has a checkpoint; a FedsimError if that is damaged."""
+        """Whether the scenario's last round has a checkpoint."""
         index = self._index()
         return index is not None and index.round >= index.rounds
 
@@ -126,10 +125,7 @@ class Checkpoints:
         write_bytes(self._path, content, private=True)
 
     def load(self) -> Checkpoint | None:
-        """Returns the latest checkpoint; None if there is none.
-
-        A FedsimError says that it is damaged, or of another scenario or other data.
-        """
+        """Returns the latest checkpoint; None if there is none."""
         index = self._index()
         if index is None:
             return None

@@ -1,9 +1,6 @@
 """The ClientApp: decode the global model, train under the defense stack, send the update.
 
-The truth and the defense's state stay on the client's side, as files that the client writes
-itself; every part of their paths is an integer that was checked, or the stack's own name. What the
-client has to remember from one stage of a secure sum to the next lies on its own disk, too: each
-message may come to another process.
+Truth and state are the client's own files, since each message may come to another process.
 """
 
 from __future__ import annotations
@@ -48,14 +45,15 @@ class FederationJob:
     scenario: str
     """The scenario as JSON."""
     stack: str
+    """Name of the stack, a key of the scenario's `defenses`."""
     out: str
     """Path of the run's folder."""
 
     def workload(self) -> Workload:
-        """Returns the stack's computations, built at the first call in a process.
+        """Returns the stack's computations; a process keeps those of the last job that it built.
 
-        Building sets how many threads the process computes on, and raises a FedsimError if the data
-        or the stack cannot be had.
+        Building sets how many threads the process computes on. It raises a FedsimError if the data
+        or the stack cannot be had, and pydantic's ValidationError if `scenario` is none.
         """
         return _workload(self.scenario, self.stack)
 
@@ -90,8 +88,8 @@ def build(
     """Builds the ClientApp of one stack, which answers for the client that a message comes to.
 
     The client is the number `partition-id` of the node's configuration. The app raises a
-    FedsimError for a message that does not fit the scenario, or asks for a second release with the
-    same noise.
+    FedsimError for a message that does not fit the scenario. Behind a claim or a secure sum, or
+    with `on_release`, it also refuses to answer an order a second time with other bytes.
 
     Args:
         job: Description of the stack's training.
@@ -129,7 +127,7 @@ class _FederationClient:
         self._on_release = on_release
 
     def __reduce__(self) -> tuple[type[_FederationClient], tuple[FederationJob]]:
-        """Reduces the app to its job, without the data: engines ship it to other processes."""
+        # Engines ship the app to other processes, without the data.
         return _FederationClient, (self._job,)
 
     def identify(self, message: Message, context: Context) -> Message:
@@ -149,7 +147,6 @@ class _FederationClient:
         return Message(wire.identity(client), reply_to=message)
 
     def train(self, message: Message, context: Context) -> Message:
-        """Trains one round and answers with the update; truth and state stay with the client."""
         order = self.read_order(message)
         if order.probe:
             raise FedsimError("a training message asks for a probe; send it as train.probe")
@@ -193,7 +190,6 @@ class _FederationClient:
         return order
 
     def compute(self, client: int, order: wire.Order) -> ClientResult:
-        """Computes what `client` releases to answer a planned `order`; keeps truth and state."""
         # Before anything is computed, so that no release goes uncounted.
         if self._on_release:
             self._on_release()
@@ -242,7 +238,6 @@ class _FederationClient:
         return replace(result, update=update, is_clipped=is_clipped)
 
     def _look(self, client: int, order: wire.Order, memory: ClientState) -> None:
-        """Records what the new global model tells `client` of the others in the round before."""
         # A client whose own answer was left out of that round has nothing to subtract.
         if order.round > 1 and client in self.workload.plan(order.round - 1).lookers:
             sent = memory.load_sent(order.round - 1)
@@ -258,7 +253,6 @@ class _FederationClient:
                 save_observation(seen, self.out)
 
     def client(self, context: Context) -> int:
-        """Returns the client's number: the `partition-id` in its node's configuration."""
         client = context.node_config.get("partition-id")
         clients = self.workload.scenario.data.clients
         if not isinstance(client, int) or isinstance(client, bool) or not 0 <= client < clients:
@@ -279,7 +273,6 @@ class _FederationClient:
 
     @cached_property
     def workload(self) -> Workload:
-        """Computations of the job, built at first use if none were given."""
         return self._job.workload() if self._given is None else self._given
 
 
@@ -299,20 +292,17 @@ class _SumAnswers:
         self._own, self._given = own, sum_identity
 
     def keys(self, message: Message, context: Context) -> Message:
-        """Answers with the client's public keys for this round's sum, and forgets earlier sums."""
         sum = self._sum(message, context, begins=True)
         published = sum.client.keys(sum.secret)
         return sum.reply(message, {sum.number: published.to_bytes()})
 
     def shares(self, message: Message, context: Context) -> Message:
-        """Answers with shares of the client's two secrets, sealed for each neighbour."""
         sum = self._sum(message, context)
         listed = messages.read_table(message.content)
         boxes = sum.client.shares({c: Published.from_bytes(one) for c, one in listed.items()})
         return sum.reply(message, boxes)
 
     def mask(self, message: Message, context: Context) -> Message:
-        """Answers with the round's updates, masked in one vector, and a signature."""
         sum = self._sum(message, context)
         content, workload = message.content, self._own.workload
         order = self._own.read_order(message)
@@ -346,7 +336,6 @@ class _SumAnswers:
         return Message(messages.masked_answer(vector, signature), reply_to=message)
 
     def agree(self, message: Message, context: Context) -> Message:
-        """Answers with a signature of the clients in the sum; a round has one such set."""
         sum = self._sum(message, context)
         signatures = messages.read_table(message.content)
         lost = messages.read_list(message.content, messages.LOST)
@@ -358,7 +347,6 @@ class _SumAnswers:
         return sum.reply(message, {sum.number: signature})
 
     def unmask(self, message: Message, context: Context) -> Message:
-        """Answers with the client's shares of others' secrets, so that the sum can be opened."""
         sum = self._sum(message, context)
         return sum.reply(message, sum.client.unmask(messages.read_table(message.content)))
 

@@ -1,16 +1,11 @@
 """Keeps what clients remember of their rounds on disk, apart from any engine.
 
-That is the truth, and what they carry from round to round (error feedback, noise).
-
-    OUT/client_state/<stack>/client-0000/
-        round-0001.safetensors  the state after round 1
-        sent-0001.safetensors   what it sent in round 1, if it looks at the next global model
-        answered.jsonl          at which inputs it has answered, and digests of the answers
-        opened.jsonl            for whom it agreed to open sums
-        sum.json                what it is to unmask, and when
-
-A file per round lets a resumed run go back to the state that its checkpoint saw. What a client has
-answered otherwise, and a damaged file, are refused with a `FedsimError`.
+A file in OUT/client_state/<stack>/client-0000/:
+    round-0001.safetensors  the state after round 1, to which a resumed run can go back
+    sent-0001.safetensors   what it sent in round 1, if it looks at the next global model
+    answered.jsonl          at which inputs it has answered, and digests of the answers
+    opened.jsonl            for whom it agreed to open sums
+    sum.json                what it is to unmask, and when
 """
 
 from __future__ import annotations
@@ -78,9 +73,10 @@ class ClientState:
         self._sent_path(round).unlink(missing_ok=True)
 
     def rewind(self, done: int) -> None:
-        """Removes what the client kept in rounds after `done`, since these are trained again.
+        """Removes what was kept in rounds after `done`, which are trained again.
 
-        Notes of its answers stay, and so do states up to the last round that these notes name.
+        That is the client's truth, states and sent updates, and the stack's recordings in `out`.
+        Notes of answers stay, and so do states up to the last round that these notes name.
         """
         truth.forget_rounds(self.out, self.stack, self.client, done)
         # A client that forgets what it has released would release the same again as its first.
@@ -108,8 +104,8 @@ class ClientState:
     def note_release(self, asked: tuple[int, ...], release: Sequence[Tensors]) -> None:
         """Notes a digest of the tensors that answer the order `asked`, before they are sent.
 
-        Tensors other than those noted before are a FedsimError. `answer` has to have noted the
-        order.
+        Tensors other than those noted before are a FedsimError. Nothing is noted unless `answer`
+        has noted the order.
         """
         self._notes.note_release(asked, release)
 

@@ -19,8 +19,7 @@ from fedsim.types import FedsimError, Unit
 from fedsim.words import number_of, printable
 
 OnWait = Callable[[int], None]
-"""Called with the number of nodes that are connected, while more of the required ones are
-missing."""
+"""Called with the number of connected nodes while more have to connect."""
 _POLL_SECONDS = 0.05
 _GONE = (
     ErrorCode.MESSAGE_UNAVAILABLE,
@@ -62,7 +61,7 @@ class Delivery:
 def exchange(
     grid: Grid, messages: Sequence[Message], timeout: float, *, expire_after: float | None = None
 ) -> Iterator[tuple[int, Message | None]]:
-    """Sends `messages` and yields (position in `messages`, reply) as replies arrive.
+    """Sends `messages` when first iterated; yields (position in `messages`, reply) as these arrive.
 
     Each message whose answer is late follows as (position, None). An answer is late if Flower says
     that it expired, its node is gone, or no answer at all has come for `timeout` seconds: so no
@@ -245,14 +244,15 @@ def answer_census(client: int, held: int, statistics: Mapping[Unit, tuple[str, .
 def take_census(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
     """Asks the nodes of all clients how many examples they hold; returns what they answer.
 
-    Their private statistics (`Census`) are joined, each once. A `FedsimError` says that nodes are
-    missing, one refuses or has another version, or two are one client.
+    Their private statistics (`Census`) are joined, each once: of a node at most 20 for each unit,
+    each cut at 500 characters. A FedsimError says that nodes are missing, one refuses, has another
+    version or answers something else, or two are one client.
 
     Args:
         grid: The grid to which nodes connect.
         clients: Number of clients, with a node each.
-        patience: Seconds in which all nodes have to connect.
-        on_wait: Called with the number of connected nodes while some are missing; None: nobody.
+        patience: Seconds in which all nodes have to connect; then they have 600 s to answer.
+        on_wait: Called with the number of connected nodes while some are missing, or None.
     """
     held: dict[int, int] = {}
     statistics: dict[Unit, list[str]] = {unit: [] for unit in get_args(Unit)}

@@ -1,9 +1,6 @@
 """The deployment engine: Flower's own, over a network of nodes that hold their own data.
 
-The ServerApp runs in this process, and its messages go through a SuperLink (`network`). Nodes are
-started by whoever owns their data (`fedsim node`), and `fedsim up` starts some on this machine:
-
-    OUT/nodes/           the folders of the nodes of a federation on this machine
+The ServerApp runs in this process, and its messages go through a SuperLink (`network`).
 """
 
 from __future__ import annotations
@@ -98,10 +95,11 @@ class Deployment(FlowerEngine):
             app(grid, context)
 
     def join(self, out: Path, homes: Sequence[Path]) -> int:
-        """Copies the truth that nodes keep into the run in `out`; returns the number of files.
+        """Copies the truth that nodes keep into the run in `out`; returns its number of files.
 
-        Recordings that clients made of each other are copied, too. If `homes` is empty, the nodes'
-        folders below `out` are read. A folder that is missing or another client's is a FedsimError.
+        Recordings that clients made of each other are copied, too, and not counted. If `homes` is
+        empty, the nodes' folders below `out` are read. A FedsimError says that there are none, one
+        is missing or another client's, or its truth differs from what was copied before.
         """
         from fedsim.recording import files, truth
 

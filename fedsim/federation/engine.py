@@ -59,18 +59,17 @@ class FlowerEngine(Engine):
             out: The run's folder.
             link: Way to ask the nodes; None reads an earlier answer from `out`. A FedsimError says
                 that neither works, or that the engine has no nodes to link.
-            on_wait: Called with the number of connected nodes while more have to connect; None:
-                nobody.
+            on_wait: Called with the number of connected nodes while more have to connect, or None.
         """
         if link is not None:
             raise FedsimError("--superlink: this engine has no nodes elsewhere; leave it out")
         return None
 
     def join(self, out: Path, homes: Sequence[Path]) -> int:
-        """Copies the truth that nodes keep of a run into its folder; returns the number of files.
+        """Copies the truth that nodes keep of a run into its folder; returns its number of files.
 
-        `homes` are the nodes' folders; if empty, those below `out`. A `FedsimError` says if the
-        run's clients are not on other machines, as by default, or a folder is no node's.
+        `out` is the run's folder, and `homes` are the nodes'; if empty, those below `out`. A
+        FedsimError says that the run has no such nodes, as by default, or a folder is no node's.
         """
         raise FedsimError(f"{out}: no deployed run, so that there is nothing to collect")
 
@@ -84,7 +83,7 @@ class Local(FlowerEngine):
     def train(
         self, job: FederationJob, server: Server, on_round: OnRound, link: Link | None
     ) -> None:
-        """Trains the remaining rounds of `job` in this process, see `FlowerEngine.train`."""
+        """Trains as `FlowerEngine.train` says, in this process; ignores `link`."""
         from fedsim.federation import local
 
         local.train(job, server, on_round)

@@ -1,7 +1,6 @@
 """The grid of the local engine: Flower's, inside this process, one client at a time, no Ray.
 
-Every message goes through Flower's own serialization both ways, so that apps behave as they do on
-any other engine and no client shares memory with the server or with another client.
+Messages go through Flower's serialization both ways: no client shares memory with another side.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-        """Yields the replies to sent messages by the order of ids; unknown ids are left out.
+        """Yields the replies to queued messages in the order of ids; unknown ids are left out.
 
         A client runs when its reply is read. One that fails or is late has a reply with an error.
         """
@@ -97,7 +96,7 @@ class LocalGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Sends `messages` and returns the replies in their order; the grid's own timeout holds."""
+        """Returns the replies to `messages` in order; `timeout` gives way to the grid's own."""
         return list(self.pull_messages(self.push_messages(messages)))
 
     def _deliver(self, metadata: Metadata, content: bytes) -> Message:

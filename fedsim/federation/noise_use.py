@@ -1,8 +1,7 @@
 """What a round's noise was used for: it follows from the seed and the round, and serves once.
 
 Two releases of different values with the same noise have a difference without any. The same value
-with two noises has less noise in the mean, and rounds out of order have the memory of others. What
-would need one of these, and a note that is damaged, is refused with a `FedsimError`.
+with two noises has less noise in the mean, and rounds out of order have the memory of others.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class NoiseNotes:
         """Notes that a release's noise is used for `values`; later, others are a FedsimError.
 
         `own` is its `release_key`, and `values` all that decides it, or the release itself. `what`
-        names in an error what is used once.
+        names in an error what is used once. A damaged file is a FedsimError in all methods.
         """
         at, noted = digest(*values), self._read()
         before = [entry["digest"] for entry in noted if entry["asked"] == list(own)]
@@ -62,11 +61,14 @@ class NoiseNotes:
             self._write([*noted, {"asked": list(own), "digest": at}])
 
     def rounds(self) -> list[int]:
-        """Returns each noted release's round in order of use, if any; damage is a FedsimError."""
+        """Returns each noted release's round, in order of first use; empty if none is noted."""
         return [entry["asked"][0] for entry in self._read()]
 
     def refuse_past(self, own: tuple[int, ...]) -> None:
-        """Refuses, by a FedsimError, a new release `own` (`release_key`) before a noted round."""
+        """Refuses, by a FedsimError, a release of a round before the latest that is noted.
+
+        One whose `own`, its `release_key`, was given to `note_release` before passes.
+        """
         # What was released before may be said again, since it is the same bytes.
         is_released = any("release" in entry for entry in self._read() if entry["asked"] == [*own])
         last = max(self.rounds(), default=0)
@@ -79,7 +81,7 @@ class NoiseNotes:
     def note_release(self, own: tuple[int, ...], release: Sequence[Tensors]) -> None:
         """Notes a digest of the tensors that are released; others later are a FedsimError.
 
-        `use_once` has to have noted `own`, the `release_key`, before.
+        Nothing is noted unless `use_once` has noted `own`, the `release_key`, before.
         """
         at, noted = digest(*release), self._read()
         for entry in noted:

@@ -35,11 +35,11 @@ class RoundRecord:
     failures: Mapping[str, int]
     """Number of updates that were left out, for each of `REASONS`."""
     details: tuple[str, ...]
-    """One short line per failure (of a probe, too), at most 20."""
+    """The first 20 lines on failures, of probes too, and other events of the round."""
     zero_updates: int
-    """Number of aggregated updates that were zero everywhere."""
+    """Number of accepted updates that were zero everywhere; 0 under secure sums."""
     probe_failures: int
-    """Number of probes without a recording; they are never aggregated, and so no `failures`."""
+    """Number of failed answers to probes, or of combinations of them; they are no `failures`."""
     bytes_up: int
     """Serialized size of the answers to the training messages, in bytes, without probes."""
     bytes_down: int

@@ -1,8 +1,6 @@
 """What cannot work is refused here before any training: the questions, in their order.
 
-`fedsim run`, `validate` and `up` ask all of them, by `fedsim.acceptance`; a node asks those of its
-stack. Each question refuses by a `FedsimError`, whose text names the scenario's key. What a
-scenario's sections contradict in each other is refused when it is read (`fedsim.scenario.checks`).
+Sections of a scenario that contradict each other are refused when it is read (`scenario.checks`).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ Claims = Mapping[str, PrivacyClaim]
 def check_scenario(scenario: Scenario, stacks: Collection[str] | None = None) -> None:
     """Refuses, by a FedsimError, an engine or a strategy that cannot work with the scenario.
 
-    The strategy has to fit the stacks of these names; None means all of `scenario.defenses`.
+    The strategy has to fit `stacks`, by name; None means all of `scenario.defenses`.
     """
     for ask in OF_SCENARIO:
         ask(scenario, scenario.defenses if stacks is None else stacks)
@@ -43,7 +41,7 @@ def check_scenario(scenario: Scenario, stacks: Collection[str] | None = None) ->
 def check(server: Server) -> None:
     """Refuses, by a FedsimError, a stack that cannot work.
 
-    Of a `Workload` its data are checked, too, and one client trains for at most two steps.
+    Of a `Workload` its data are checked, too, and client 0 trains for at most two steps.
     """
     for ask in OF_STACK:
         ask(server)
@@ -65,7 +63,6 @@ def check_run(scenario: Scenario, servers: Mapping[str, Server], claims: Claims)
 
 
 def _engine_runs_here(scenario: Scenario, stacks: Collection[str]) -> None:
-    """Refuses a machine that lacks what the engine needs, such as a package."""
     build_engine(scenario.federation.engine).check()
 
 
@@ -117,7 +114,6 @@ OF_SCENARIO: list[Callable[[Scenario, Collection[str]], None]] = [_engine_runs_h
 
 
 def _wrapper_knows_its_round(server: Server) -> None:
-    """Refuses a strategy's noise for another number of clients than a round samples."""
     parameters = server.scenario.federation.strategy_parameters
     strategies.check_sampled(parameters, len(server.plan(1).participants))
 
@@ -135,7 +131,6 @@ def _neurons_to_plant(server: Server) -> None:
 
 
 def _somebody_is_observed(server: Server) -> None:
-    """Refuses a scenario with an observed round in which no observed client takes part."""
     scenario = server.scenario
     if not server.schedule.records or scenario.observe.vantages == ["client"]:
         return
@@ -206,7 +201,6 @@ OF_STACK: list[Callable[[Server], None]] = [
 
 
 def _classes_to_tell_apart(workload: Workload) -> None:
-    """Refuses images that are all of one class, since a classifier has no loss on them."""
     dataset = workload.dataset
     if dataset.noun == "image" and len(dataset.classes or ()) < 2:
         raise FedsimError(
@@ -217,7 +211,6 @@ def _classes_to_tell_apart(workload: Workload) -> None:
 
 
 def _attacks_answer(workload: Workload) -> None:
-    """Refuses attacks that reconstruct images alone, if the data are rows of a table."""
     if workload.spec is None or not workload.spec.columns:
         return
     for index, entry in enumerate(workload.scenario.attacks):
@@ -253,7 +246,6 @@ def _batches_are_full(workload: Workload) -> None:
 
 
 def _data_keep_to_the_claim(workload: Workload) -> None:
-    """Refuses data that break what the stack's claim assumes of each client's rows."""
     with blaming(f"defenses.{workload.stack_name}"):
         workload.check_assumptions()
 
@@ -263,7 +255,6 @@ _STEP_BYTES = 4
 
 
 def _batches_fit_memory(workload: Workload) -> None:
-    """Refuses batches, of training or of probes, that do not fit memory with their gradients."""
     spec, observe = workload.spec, workload.scenario.observe
     if spec is None:
         return
@@ -313,7 +304,6 @@ OF_CLIENTS: list[Callable[[Workload], None]] = [
 def _audit_shows_something(
     scenario: Scenario, servers: Mapping[str, Server], claims: Claims
 ) -> None:
-    """Refuses an audit without a claim that canaries can refute."""
     if scenario.audit:
         from fedsim import audit
 
@@ -321,7 +311,6 @@ def _audit_shows_something(
 
 
 def _scorer_is_there(scenario: Scenario, servers: Mapping[str, Server], claims: Claims) -> None:
-    """Refuses missing or damaged weights for LPIPS before any training."""
     from fedsim import scoring
 
     wanted, described = scenario.scoring, next(iter(servers.values())).described

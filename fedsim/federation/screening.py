@@ -28,13 +28,14 @@ class Screening:
     reason: str | None = None
     """One of `records.REASONS`, such as `late`; None if the answer is accepted."""
     text: str = ""
-    """Explanation of the reason, for the record."""
+    """Explanation of the reason, for the record; empty if the answer is accepted."""
 
 
 def judge(reply: Message | None, expected: wire.Shape) -> Screening:
     """Decodes one reply and decides whether its update counts; None is a reply that did not come.
 
-    An update of zeros is accepted. One with NaN or infinity is left out, but still returned.
+    An update of zeros is accepted. One with NaN or infinity, in its loss too, is left out, but
+    still returned.
     """
     if reply is None or reply.has_error():
         return explain_missing(reply)
@@ -72,12 +73,12 @@ def is_zero(update: Tensors) -> bool:
 
 @dataclass
 class Tally:
-    """Counts what happened to the messages of one round, as `records.RoundRecord` shows it."""
+    """Counts what happened to the messages of one round; fields are as in `records.RoundRecord`."""
 
     failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     """Number of training answers that are left out, for each of `records.REASONS`."""
     details: list[str] = field(default_factory=list)
-    """One line for each failure, at most 20."""
+    """The first 20 lines on failures and other events of the round."""
     zero_updates: int = 0
     probe_failures: int = 0
     accepted: tuple[int, ...] = ()
@@ -106,6 +107,6 @@ class Tally:
         self.say(f"client {client}{asked}: {verdict.reason}: {verdict.text}")
 
     def say(self, line: str) -> None:
-        """Keeps `line` for the record, cut and made printable; lines after the 20th are dropped."""
+        """Keeps the first 300 characters of `line`, made printable; drops lines after the 20th."""
         if len(self.details) < _DETAILS:
             self.details.append(printable(line[:_DETAIL_LENGTH]))

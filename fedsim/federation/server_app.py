@@ -1,7 +1,6 @@
 """The ServerApp: rounds of any Flower strategy, seeded sampling, evaluation, checkpoints.
 
-The loop is Flower's `Strategy.start` in everything but this: it starts at any round, survives a
-round without a single usable update, and hands the strategy the replies that the tap let through.
+Unlike Flower's `Strategy.start`, it starts at any round and survives one without a usable update.
 """
 
 from __future__ import annotations
@@ -129,7 +128,6 @@ class _StackTraining:
         )
 
     def _train(self, round: int) -> Tensors | None:
-        """Returns the global parameters after `round`; None if they stay, for want of updates."""
         arrays = wire.encode(self._parameters)
         name = type(self._strategy).__name__
         with _numpy_stream(self._words(round)):

@@ -1,12 +1,7 @@
-"""The simulation engine: Flower's own, on Ray, in a child process.
+"""The simulation engine: Flower's own, on Ray, in a child process that dies with its parent.
 
-Ray starts a cluster of processes, and a Python process in which it failed or was interrupted can
-hang; so it gets a process of its own, which dies with its parent however that ends, and whose
-processes die with it. The parent never imports Ray.
-
-Each client computes on as many threads as with the local engine, since that decides in which order
-floats are summed; the scenario's `threads` says how many, and a machine of N cores runs N / threads
-clients at a time.
+A process in which Ray failed or was interrupted can hang. Each client computes on the scenario's
+`threads`, since that decides in which order floats are summed.
 """
 
 from __future__ import annotations
@@ -104,7 +99,6 @@ class Simulation(FlowerEngine):
 def _follow(
     job: FederationJob, orders: IO[bytes], lines: IO[bytes], scratch: Path, on_round: OnRound
 ) -> bool:
-    """Reports rounds until the child says that it is done; returns False if it never does."""
     _tell(orders, {"job": asdict(job), "scratch": str(scratch)})
     for line in lines:
         said = json.loads(line)

@@ -1,10 +1,8 @@
 """A round's updates on their way to the strategy, on disk beyond a budget of memory.
 
-Flower's strategies take a list of replies and read its arrays one by one, so a reply whose arrays
-load themselves when they are read keeps a round of any number of clients out of memory. Under an
-aggregation defense the spool stands in for the protocol's insides: what it holds for the length of
-a round is no part of what the server sees, and is never recorded. What clients release when they
-are asked for the same update again and again is spooled as a running mean (`Averages`).
+Flower's strategies read the arrays of replies one by one, so that arrays which load themselves keep
+a round of any number of clients out of memory. Under an aggregation defense, what is spooled is no
+part of what the server sees, and is never recorded.
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ class Spool:
         return self._read(client, _UPDATE + name)
 
     def get(self, client: int, names: Iterable[str], buffers: Iterable[str]) -> Update:
-        """Returns the update of `client`, whose answer is held: its named tensors and `buffers`."""
+        """Returns the named tensors and buffers of `client`, whose answer is held, as an update."""
         return Update(
             tensors={name: self.update(client, name) for name in names},
             num_examples=self.num_examples(client),
@@ -119,7 +117,7 @@ class Spool:
     def mean_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Returns the mean of the clients' buffers called `names`, weighted by examples.
 
-        It is empty if no answer is held.
+        It is empty if no answer is held. `names` is read once for each client.
         """
         total = sum(examples for examples, _ in self._by_client())
         mean: dict[str, Tensor] = {}
@@ -210,7 +208,6 @@ class Averages:
 
 
 def _nearer(mean: Tensors, value: Tensors, count: int) -> dict[str, Tensor]:
-    """Returns the mean of `count` values, of which `mean` is that of all but the last, `value`."""
     # The difference is exactly 0 where all values are the same, and so leaves the mean as it is.
     return {name: old + (value[name] - old) / count for name, old in mean.items()}
 

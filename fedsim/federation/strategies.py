@@ -1,7 +1,6 @@
 """Flower's strategies by class name: built, checked before any training, and their memory kept.
 
-Who takes part, by what the replies are weighted and how records are called is fedsim's business; a
-user sets what makes the strategy the strategy (`eta`, `beta_1`, `num_malicious_nodes`, ...).
+A user sets `eta`, `beta_1` and the like; who takes part and how replies are weighted is fedsim's.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
 
 
 def rounds_within_budget(strategy: Strategy, most: int) -> int:
-    """Returns how many rounds the strategy's accountant allows, at most `most`.
+    """Returns how many rounds, from 0 to `most`, the strategy's accountant allows.
 
     A strategy without an accountant allows `most`.
     """
@@ -258,7 +257,7 @@ def _inner(value: Any) -> tuple[str, dict[str, Any]]:
 
 @contextmanager
 def quiet_flower() -> Iterator[None]:
-    """Keeps Flower's log at the level FLWR_LOG_LEVEL in a `with` block."""
+    """Keeps Flower's log at the level in the environment's FLWR_LOG_LEVEL in a `with` block."""
     # Flower may have been imported before fedsim, and then has another level.
     logger = logging.getLogger("flwr")
     before = logger.level
@@ -272,9 +271,9 @@ def quiet_flower() -> Iterator[None]:
 def save_memory(strategy: Strategy) -> tuple[Any, dict[str, Tensor]]:
     """Returns the strategy's memory as (JSON, tensors that the JSON refers to by name).
 
-    Numbers, text, NumPy arrays, Flower's array records, collections of those, strategies and
-    Flower's accountant are saved, and functions left out. Anything else is refused with a
-    `FedsimError`, and never pickled.
+    Its attributes are saved if they are None, numbers, text, NumPy arrays, Flower's array records,
+    collections of those, strategies or Flower's accountant. Functions are left out, and anything
+    else is a FedsimError.
     """
     tensors: dict[str, Tensor] = {}
     return _save_attributes(strategy, type(strategy).__name__, tensors), tensors

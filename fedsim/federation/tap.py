@@ -1,9 +1,7 @@
 """The tap: stands between a strategy and any engine's grid, and records what the server sees.
 
-It sits below the strategy, where messages are still what crossed the wire: a Flower strategy may
-clip or noise what it receives, and none of that is what an attacker on the server is held to. So it
-works with any strategy. Each answer is decoded, recorded, screened and spooled before the next one
-is looked at; a round is never held in memory.
+It sits below the strategy, which may clip or noise what it receives. Each answer is decoded,
+recorded, screened and spooled before the next one: a round is never held in memory.
 """
 
 from __future__ import annotations
@@ -97,7 +95,10 @@ class TapGrid:
         self.tally = Tally()
 
     def end(self) -> Tensors:
-        """Ends the round; returns the mean float buffers of accepted answers, else the old ones."""
+        """Ends the round; returns the float buffers of the next global model.
+
+        They are the mean over accepted answers, else the old ones.
+        """
         # Buffers are statistics: a server optimizer could make a variance negative.
         self._spool.clear()
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -332,7 +333,6 @@ class TapGrid:
         return [accepted[client] for client in sorted(accepted)]
 
     def _too_few(self, accepted: Collection[int]) -> bool:
-        """Returns whether the clients that answered have too little noise among them."""
         least = self._server.stack.least_clients
         if not accepted or len(accepted) >= least:
             return False
@@ -347,7 +347,6 @@ class TapGrid:
         return self._apply_update(name, self._spool.update(client, name))
 
     def _apply_update(self, name: str, update: Tensor) -> Tensor:
-        """Returns the global weight `name` after `update`, which is in the learner's units."""
         return self._server.apply_update(self._parameters[name], update, self._round)
 
     def _combine(self, spool: Spool, probe: Probe | None, *, record: bool) -> Update | None:

@@ -5,10 +5,9 @@
     ClientApp(mods=[fedsim.client_tap(out="tapped")])    on a client, where the server is another's
     ClientApp(mods=[fedsim.witness(out="witnessed")])    on a client, for an auditor
 
-Every call goes through unchanged. Exchanges are written by a thread beside the round, see `behind`:
-a round waits only if more than its bound is to be written. All is written once the grid is gone,
-the strategy's `start` or the client's function has returned, or the interpreter ends. A recording
-that fails is told in the log and counted; the app goes on.
+Every call goes through unchanged. Exchanges are written by a thread beside the round, see `behind`.
+All is written once the grid is gone, the strategy's `start` or the client's function has returned,
+or the interpreter ends. A recording that fails is told in the log and counted; the app goes on.
 """
 
 from __future__ import annotations
@@ -152,7 +151,8 @@ def witness(
     Args:
         out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
         rounds: Rounds that are kept, counted from 1; default all. Given rounds leave out every
-            message that does not name its round. Wrong values, here and below, are a FedsimError.
+            message that does not name its round. They are not checked; wrong values of the other
+            arguments are a FedsimError.
         max_images: Maximum number of distinct images kept of one order to train.
         max_gib: Maximum size of a run on this disk, in GiB; what does not fit is not kept.
     """
@@ -263,7 +263,7 @@ class _Tape:
                 return
 
     def note(self, message: Message, node_id: int) -> _Sent | None:
-        """Records the model in a message to a node; returns the order, to hand to `record`."""
+        """Records the model in a message to a node; returns the order, for `record`."""
         if not trains(message) or not message.has_content():
             return None
         with self._counting_failures():
@@ -468,7 +468,6 @@ def trains(message: Message) -> bool:
 
 
 def _round_of(content: RecordDict) -> int | None:
-    """Returns the round that `content` names as Flower's strategies do; None if it names none."""
     for record in content.values():
         if isinstance(record, ConfigRecord):
             value = record.get(wire.ROUND)
@@ -509,7 +508,6 @@ def _same(first: _Content, second: _Content) -> bool:
 
 
 def _read_told(content: RecordDict) -> ToldValues:
-    """Returns the numbers and short texts of a message by record and key."""
     return {
         name[:LONGEST]: {
             key[:LONGEST]: plain

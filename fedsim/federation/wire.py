@@ -3,10 +3,8 @@
     server -> client   arrays: parameters    buffers: float buffers    config: round, probe
     client -> server   arrays: the update    buffers: new statistics   metrics: examples, loss
 
-The update is what the defense stack released, in its own units (a gradient, or a weight delta) and
-not the new weights: float32 weights cannot carry an update that is 1e-8 of their size.
-
-Whatever reads a message raises a `MalformedError` if a part is missing or of another form.
+The update is what the defense stack released, and not the new weights: float32 weights cannot carry
+an update that is 1e-8 of their size.
 """
 
 from __future__ import annotations
@@ -86,19 +84,22 @@ class WireAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Required form of an answer: typed and shaped tensors by name, and whether it has a `loss`."""
+    """Required form of an answer."""
 
     update: Tensors
+    """Tensors of the names, shapes and types that the update must have; values do not matter."""
     buffers: Tensors
+    """Tensors like the float buffers that must come with it; empty for none."""
     loss: bool
+    """Whether the client reports its loss; if not, it must not."""
     clips: bool = False
-    """Whether the client says if it was clipped."""
+    """Whether the client says if it was clipped; if not, it must not."""
     most_examples: int = 2**40
     """Maximum number of examples that an answer may claim; strategies weigh updates by it."""
 
 
 def floating(tensors: Tensors) -> dict[str, Tensor]:
-    """Returns the floating-point tensors among `tensors`."""
+    """Returns the floating-point tensors among `tensors`, in their order."""
     return {name: value for name, value in tensors.items() if value.is_floating_point()}
 
 
@@ -108,7 +109,10 @@ def form_of(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def encode(tensors: Tensors) -> ArrayRecord:
-    """Converts tensors to Flower arrays (NumPy's file format, never pickled), in the same order."""
+    """Converts tensors to Flower arrays (NumPy's file format, never pickled), in the same order.
+
+    A dtype that NumPy lacks, such as bfloat16, is a TypeError.
+    """
     record = ArrayRecord()
     for name, value in tensors.items():
         record[name] = Array.from_numpy_ndarray(value.detach().cpu().numpy())
@@ -116,12 +120,18 @@ def encode(tensors: Tensors) -> ArrayRecord:
 
 
 def decode(record: ArrayRecord) -> dict[str, Tensor]:
-    """Converts Flower arrays to tensors of their own, on the CPU; a MalformedError if damaged."""
+    """Converts Flower arrays to new tensors on the CPU, in the same order.
+
+    A damaged or non-numeric one is a MalformedError.
+    """
     return {name: _tensor(name, array) for name, array in record.items()}
 
 
 def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
-    """Converts Flower arrays to contiguous NumPy arrays, maybe read-only; else a MalformedError."""
+    """Converts Flower arrays to contiguous NumPy arrays, maybe read-only.
+
+    A damaged or non-numeric one is a MalformedError.
+    """
     return {name: np.asarray(_values(name, array), order="C") for name, array in record.items()}
 
 
@@ -196,7 +206,10 @@ def metrics_of(examples: int, loss: float | None, is_clipped: bool | None) -> Me
 
 
 def read_answer(content: RecordDict, expected: Shape) -> WireAnswer:
-    """Reads an answer of the form `expected`, NaN and infinity included; else a MalformedError."""
+    """Reads an answer, which may hold NaN and infinity.
+
+    A MalformedError says what is not as `expected`.
+    """
     if set(content) != {ARRAYS, BUFFERS, METRICS}:
         raise MalformedError(f"the answer holds {_list_names(content)}")
     metrics = content[METRICS]
@@ -276,7 +289,6 @@ def _tensor(name: str, array: Array, like: Tensor | None = None) -> Tensor:
 
 
 def _values(name: str, array: Array) -> np.ndarray[Any, Any]:
-    """Returns a read-only view of one array's numbers, once its header agrees with its bytes."""
     if array.stype != "numpy.ndarray":
         raise MalformedError(f"{name}: serialized as {array.stype[:40]!r}, expected numpy.ndarray")
     shape, fortran, dtype, start = _header(name, array.data)
