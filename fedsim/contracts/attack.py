@@ -1,8 +1,6 @@
 """Defines the attack contract, and the loop that runs any attack on any observation.
 
-An attack is a frozen plugin with four pure-ish steps: `init`, `step`, `terminate`, `postprocess`.
-Everything that moves lives in its state. Restarts and the choice among them (by the attack's own
-loss, never by the truth) are `solve`'s business, not an attack's.
+`solve` restarts and chooses by the attack's own loss, never by the truth; no attack does.
 """
 
 from __future__ import annotations
@@ -96,9 +94,8 @@ class Attack(Plugin, Generic[S]):
         """Returns the data that the attack brings along, such as `public=photos`; empty if none.
 
         Rows of results state these and are ranked apart, as no grant covers them. The default has
-        `<parameter>=<file name>` for every existing file or folder that a parameter names, also
-        within lists and mappings. Values that the parameter's type lists as a choice (`Literal`)
-        are left out.
+        `<parameter>=<file name>`, by parameter, for every existing file or folder that one names,
+        also within lists and mappings. Values that its type lists (`Literal`) are left out.
         """
         fields = type(self).model_fields
         return tuple(
@@ -141,7 +138,6 @@ class Attack(Plugin, Generic[S]):
 
 
 def _choices(annotation: object) -> list[object]:
-    """Returns the values that the type of a parameter lists, as a `Literal` does."""
     parts = get_args(annotation)
     if get_origin(annotation) is Literal:
         return list(parts)
@@ -149,7 +145,6 @@ def _choices(annotation: object) -> list[object]:
 
 
 def _things(value: object) -> Iterator[str]:
-    """Yields the names of existing files and folders that the parameter's `value` names."""
     if isinstance(value, str | PurePath):
         if name := _name_of(str(value)):
             yield name
@@ -165,7 +160,6 @@ def _things(value: object) -> Iterator[str]:
 
 
 def _name_of(text: str) -> str | None:
-    """Returns the name of the file or folder at the path `text`; None if none is there."""
     try:
         path = from_home(text)
         if not text or not path.exists():
@@ -178,9 +172,9 @@ def _name_of(text: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Holds how far an attack is: at `iteration` of `total`, from starting point `restart`.
+    """Holds how far an attack is: `iteration` steps of `total`, from starting point `restart`.
 
-    `restart` counts from 0 up to `restarts` - 1. `total` is None if the attack does not know it.
+    `restart` counts from 0 to `restarts` - 1. `total` is None if the attack does not know it.
     `loss` is the attack's own objective.
     """
 
@@ -195,8 +189,8 @@ class Progress:
 class Solution:
     """Holds the answer of least own loss, the number of its restart (from 0), and the whole cost.
 
-    `seconds` of wall-clock time are of all restarts. `peak_memory_bytes` is the most that was ever
-    in use, of the observation's GPU or else of this process.
+    `seconds` of wall-clock time are of all restarts. `peak_memory_bytes` is the most that this
+    process ever had in use, on the observation's GPU or, for one on the CPU, in memory.
     """
 
     reconstruction: Reconstruction
@@ -221,8 +215,8 @@ def solve(
 ) -> Solution:
     """Runs `attack` from several starting points, and returns the answer of least own loss.
 
-    Same arguments, same result but for `seconds` and memory. Tensors of the answer are on the
-    device of the observation's parameters.
+    On one machine, the same arguments have the same result but for `seconds` and memory. The answer
+    is on the observation's device. For a GPU, `compute_exactly` changes settings of the process.
 
     Args:
         attack: The attack with its parameters.
@@ -230,17 +224,17 @@ def solve(
         knowledge: What the attacker is granted beside the observation.
         seed: Seed of all that the attack draws.
         restarts: Number of starting points, at least 1.
-        progress: Function called with the attack's progress, at most every 0.25 s; None: none.
+        progress: Function called with the attack's progress after the first step of a restart, then
+            at most every 0.25 s; None: none.
 
     Raises:
         AttackFailed: the update is zero everywhere or not finite, the attack itself raises it, or
-            no restart ended at a finite loss and a finite answer.
+            no restart ended at a finite loss and a finite answer. Its other errors come through.
     """
     _refuse_unusable(observation)
     # Otherwise each iteration pays for fresh pages of the same tensors.
     memory.keep_freed()
     device = observation.device
-    # TF32 would add a thousand times the rounding that attacks explain an update to.
     compute_exactly(device)
     elsewhere = attack.on_processor and device.type != "cpu"
     if elsewhere:
@@ -307,7 +301,7 @@ _AT_BOUND = 1 - 1e-6
 def remove_truncated(observation: Observation) -> Observation:
     """Returns the observation with entries that a defense truncated set to 0, declared as removed.
 
-    It is returned as it is if its `effect` declares no truncation, or declares noise.
+    It is returned as it is if its `effect` declares no truncation, or is `noisy`.
     """
     effect = observation.effect
     if effect.truncated is None or effect.noisy:
@@ -345,7 +339,7 @@ def _refuse_unusable(observation: Observation) -> None:
 
 
 def _is_finite(answer: Reconstruction) -> bool:
-    """Returns whether all parts are finite; a likelihood ratio of membership may be infinite."""
+    # A likelihood ratio of membership may be infinite.
     return all(
         not bool((part.isnan() if name == "membership" else ~part.isfinite()).any())
         for name, part in answer.parts().items()

@@ -1,8 +1,6 @@
-"""Defines the kinds of defense, told apart by type.
+"""Defines the kinds of defense, told apart by type; `fedsim.contracts.stack.chain` composes them.
 
-A defense is a frozen plugin; what it remembers between rounds is a value that the caller keeps.
-Each states what it does to the *guarantee* proven so far (`fedsim.contracts.guarantee`);
-`fedsim.contracts.stack.chain` composes them.
+What a defense remembers between rounds is a value that the caller keeps.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from fedsim.rng import uniform as uniform
 from fedsim.types import UNKNOWN, Effect, LocalTraining, ModelSpec, Tensors, Update
 
 LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
-"""(parameters, normalized images (B, C, H, W), labels) -> mean loss, 0-d. Pure. Labels are (B,)
-int64 or (B, K) probabilities."""
+"""(parameters, normalized images (B, C, H, W) or rows (B, D), labels) -> mean loss, 0-d. Labels are
+(B,) int64 or (B, K) probabilities."""
 
 FeaturesFn = Callable[[Tensors, Tensor], Tensor]
 """(parameters, normalized images) -> what enters the classifier (B, d). Differentiable in both."""
@@ -35,17 +33,15 @@ GradientFn = Callable[[Tensors, Tensor, Tensor, torch.Generator], Tensors]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalStep:
-    """Holds what a training defense gets to compute the direction of one local step.
-
-    Images are normalized, (B, C, H, W); labels are (B,) int64, or (B, K) probabilities. `loss` maps
-    (parameters, images, labels) to their mean loss, 0-d. `features` maps (parameters, images) to
-    the inputs of the classifier, (B, d).
-    """
+    """Holds what a training defense gets to compute the direction of one local step."""
 
     model: nn.Module
     """Network whose layers have the names of the parameters; its own weights mean nothing."""
     loss: LossFn
+    """(parameters, normalized images (B, C, H, W), labels) -> mean loss, 0-d. Labels are (B,) int64
+    or (B, K) probabilities. In train mode each call moves the client's batch-norm statistics."""
     features: FeaturesFn
+    """(parameters, normalized images) -> inputs of the classifier (B, d)."""
     gradient: GradientFn
     """Direction so far: the plain loss's gradient, which a step subtracts, changed by the defenses
     before this."""
@@ -97,7 +93,6 @@ class StatisticDefense(Plugin):
     """
 
     statistic: ClassVar[Statistic]
-    """Statistic that it privatizes."""
 
     @abstractmethod
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
@@ -156,7 +151,7 @@ class UpdateDefense(Plugin):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """Returns (defended update, next state), with unchanged names, shapes and types.
+        """Returns (defended update, next state), with unchanged names, order, shapes and types.
 
         Arguments are not changed. `state` is what `init` or the previous round returned. `rng`, on
         the CPU, is the only source of randomness. Noise that protects is drawn from it by `normal`
@@ -198,7 +193,7 @@ class AskedEpsilon:
 
 
 class TrainingDefense(Plugin):
-    """Base of defenses that change how the client trains."""
+    """Base of defenses that change how the client trains; by default nothing is changed."""
 
     from_loss: ClassVar[bool] = False
     """Whether its direction is computed from the loss, whatever the direction so far."""
@@ -260,7 +255,6 @@ class StatefulTrainingDefense(TrainingDefense):
 
     def gradient(self, step: LocalStep) -> GradientFn:
         """Returns the function of `gradient_with_memory` for a client that has taken no step."""
-        # An empty memory is that of a client that has taken no step.
         return self.gradient_with_memory(step, {})
 
 
@@ -269,10 +263,9 @@ class LossTerm(nn.Module, ABC):
 
     @abstractmethod
     def loss_term(self) -> Tensor:
-        """Returns the term, 0-d, for the batch of the last call of `forward`.
+        """Returns the term, 0-d, for the batch of the last call of `forward`, which has to precede.
 
-        It is the mean of the examples' own terms. So defenses that clip each example's gradient can
-        take it from the loss of that example.
+        It is the mean of the examples' own terms, as some defenses clip each example's gradient.
         """
 
 
@@ -309,18 +302,17 @@ class AggregationDefense(Plugin):
 
     @abstractmethod
     def combine(self, updates: Iterable[Update]) -> Update:
-        """Returns the one update that the server sees, and takes `updates` one by one.
+        """Returns the one update that the server sees, and consumes `updates`, one after another.
 
         A `NoisyAggregation` returns it without noise. `num_examples` of the result is the sum of
-        theirs, and its tensors share no memory with theirs. It raises a FedsimError if there are no
-        updates.
+        theirs; tensors and buffers share no memory with theirs. A FedsimError says that there are
+        no updates, or that they do not combine (as with different names or shapes).
         """
 
     def seen_by_one_of(self, participants: int) -> AggregationDefense:
-        """Returns the aggregation as one of so many `participants` sees it.
+        """Returns the aggregation as one of so many `participants` sees it, without its own update.
 
-        The client takes its own update off. The default returns this one: others stay hidden as
-        before.
+        The default returns this one: others stay hidden as before.
         """
         return self
 
@@ -335,7 +327,7 @@ class AggregationDefense(Plugin):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRound:
-    """Holds what the server's noise in a round depends on, which is independent of who answers."""
+    """Holds what the server's noise in a round depends on, whichever clients answer."""
 
     clients: int
     """Number of clients that are asked."""
@@ -382,7 +374,7 @@ class SumTerms:
     def client_noise(self, participants: int) -> float:
         """Returns the standard deviation of each client's noise on an entry of its weighted update.
 
-        `participants` is their number in the round.
+        `participants` >= 1 is their number in the round; `threshold` has to exceed `colluding`.
         """
         # At least so many honest clients are in a sum, and their variances add up to `noise`².
         return self.noise / math.sqrt(participants * (self.threshold - self.colluding))
@@ -416,7 +408,7 @@ Defense = (
 
 
 def global_norm(update: Tensors) -> Tensor:
-    """Returns the L2 norm of all tensors together, 0-d float64; 0 if there are none."""
+    """Returns the L2 norm of all tensors together, 0-d float64 on their device; 0 for none."""
     # In float64, since squares of float16 overflow, and a bound that is proven has to hold.
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in update.values()]
     return (
@@ -434,7 +426,7 @@ def all_finite(update: Tensors) -> bool:
 def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
     """Returns `update` plus N(0, std^2) on every entry, see `standard_normal` and `add_noise`.
 
-    A `std` of 0 changes no bit and draws nothing; a negative one is a ValueError.
+    A `std` of 0 draws nothing and returns the same tensors; a negative one is a ValueError.
     """
     if std == 0:
         return dict(update)

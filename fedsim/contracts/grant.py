@@ -1,7 +1,6 @@
 """Defines what an attacker is granted beside an observation, and the values that it then gets.
 
-To grant something new, add a field to `Grant`, one for its value to `Knowledge`, and hand it over
-in `fedsim.attacking.knowledge`: scenarios, the command line, rows and reports follow.
+Something new takes fields of `Grant` and `Knowledge`, and `fedsim.attacking.knowledge`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class Grant(BaseModel):
     values of each field are listed from least to most.
     """
 
-    # Values of a field: from least to most.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     labels: Annotated[
@@ -111,7 +109,7 @@ class Grant(BaseModel):
     def meanings(cls, of: str | None = None) -> dict[str, Meaning]:
         """Returns each field's name -> its meaning, of the fields that attacks on `of` can use.
 
-        `of` is `images` or `rows`; None stands for all fields.
+        `of` is `images` or `rows`; None stands for all fields, another word for none.
         """
         # Pydantic keeps what `Annotated` adds to a type, here a `Meaning`, as metadata.
         own = {name: info.metadata[0] for name, info in Grant.model_fields.items()}
@@ -144,7 +142,7 @@ class Grant(BaseModel):
         return None
 
     def from_truth(self) -> list[str]:
-        """Returns the granted values that only the victim knows, as `labels=known`; often empty."""
+        """Returns granted values that only the victim knows, by field, as `labels=known`."""
         return [
             f"{name}={getattr(self, name)}"
             for name, meaning in self.meanings().items()
@@ -152,7 +150,7 @@ class Grant(BaseModel):
         ]
 
     def beyond_honest(self) -> list[str]:
-        """Returns the granted values that no honest server has by itself, as `public=test`."""
+        """Returns granted values that no honest server has, by field, as `public=test`."""
         values = self.values()
         return [
             f"{name}={getattr(self, name)}"
@@ -163,7 +161,6 @@ class Grant(BaseModel):
         ]
 
     def _reaches(self, name: str, value: str) -> bool:
-        """Returns whether field `name` grants at least `value`."""
         values = self.values()[name]
         return values.index(getattr(self, name)) >= values.index(value)
 
@@ -180,11 +177,11 @@ class MembershipCandidates:
     labels: Tensor
     """(N,) int64."""
     seen: tuple[Observation, ...]
-    """Recordings of the attacked stack and vantage, of all clients that the watcher sees, up to the
-    attacked round and with it. They are ordered by round and client."""
+    """Recordings of training, of the attacked stack and vantage and all clients that the watcher
+    sees. They go up to the attacked round and with it, ordered by round and client."""
 
     def of_victim(self, attacked: Observation) -> tuple[Observation, ...]:
-        """Returns those of `seen` with the client of `attacked` (-1 for a mean), by round."""
+        """Returns those of `seen` with the `client` of `attacked` (-1 for a mean), by round."""
         return tuple(each for each in self.seen if each.client == attacked.client)
 
 
@@ -226,12 +223,12 @@ class Knowledge:
     """(n, d + 1) float64 of each client that the release is of: the rows that took part (as in
     `RowTruth.rows`), but for the target. Set only if `rows` are those of the others."""
     target_client: int = 0
-    """Client whose row the target is, counted in `other_rows`."""
+    """Client whose row the target is: its index in `other_rows`."""
     public_images: Tensor | None = None
     """(P, C, H, W) uint8, or (P, D) float32 of rows: images of the kind that clients hold, of which
     none holds any. Set only if `public` is the test split."""
     public_labels: Tensor | None = None
-    """(P,) int64: classes of the public images; None where they were not recorded."""
+    """(P,) int64: classes of the public images; None if these are, or if not recorded."""
     candidates: MembershipCandidates | None = None
     """Examples that are asked about where an update of a model is attacked; None if none are."""
     seen: tuple[Observation, ...] = ()

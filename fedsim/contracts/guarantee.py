@@ -1,8 +1,4 @@
-"""Defines what is proven of a defense stack, by mechanisms that an accountant knows.
-
-A `Guarantee` is handed along a stack; each member states what it does to what was proven before
-it, and only the whole stack's is ever accounted (`fedsim.privacy.ledger`).
-"""
+"""Defines what is proven of a defense stack, by mechanisms that an accountant knows."""
 
 from __future__ import annotations
 
@@ -44,7 +40,6 @@ class Mechanism:
     @property
     def reach(self) -> int:
         """Sensitivity in units of the L2 bound C: 2 under relation `replace_one`, else 1."""
-        # The other contribution may be the opposite one: both have length C, and are 2C apart.
         return 2 if self.relation == "replace_one" else 1
 
 
@@ -53,14 +48,13 @@ def of_steps(
 ) -> Mechanism:
     """Returns the mechanism of Gaussian noise on the sum of clipped gradients of every step.
 
-    Neighbours differ in one example. If examples are drawn independently of each other, it is there
-    or not (`zero_out`). Else batches have a fixed size, and another one is in its place
+    Neighbours differ in one example. If each step draws examples independently of each other, it is
+    there or not (`zero_out`). Else, or if several steps have one batch, another one is in its place
     (`replace_one`). `training` is that after the stack's training defenses; all else is as in
     `Mechanism`.
     """
     steps = 1 if training.algorithm == "fedsgd" else training.steps
-    # One batch for all steps is not drawn anew: the example may be in each, and nothing is
-    # amplified.
+    # One batch for all steps is not drawn anew, and nothing is amplified.
     sampling = training.sampling if steps == 1 or training.batches == "different" else None
     independent = sampling in ("poisson", "balls_in_bins")
     return Mechanism(
@@ -89,10 +83,13 @@ class ExactMechanism(ABC):
 
     @abstractmethod
     def epsilon(self, delta: float, releases: int) -> float:
-        """Returns the least proven ε at `delta` of so many independent `releases`; inf if none."""
+        """Returns the least proven ε at `delta` of so many independent `releases`; inf if none.
+
+        `delta` is in (0, 1), and there is at least one release.
+        """
 
     def with_share(self, share: float) -> ExactMechanism | None:
-        """Returns the release with its noise's variance times `share`; None (default): unknown."""
+        """Returns the release with its noise's variance times `share`; None (default): no proof."""
         return None
 
 
@@ -124,10 +121,10 @@ class Composed:
     """Composes independent releases of the same data; a FedsimError if their unit or β differs."""
 
     parts: tuple[CurveMechanism, ...]
+    """At least one release."""
 
     def __post_init__(self) -> None:
-        # A curve hides distances up to its β: those of two different ones hold for different
-        # neighbours.
+        # A curve hides distances up to its β, and so two βs hold for different neighbours.
         if len({(part.unit, part.beta) for part in self.parts}) > 1:
             raise FedsimError(
                 f"mechanisms that hide different things do not compose: {self._names}; give "
@@ -174,13 +171,14 @@ class Release:
 
     kind: ReleaseKind
     row_norm: float
-    """l, the public bound on the L2 norm of a row of D (features and target)."""
+    """l, the public bound on the L2 norm of a row of D: features and target, or for the kernels 1,
+    the norm of the features alone."""
     columns: int
-    """r, the number of columns of G; 0 for `coefficients`."""
+    """r, the number of columns of G; 0 for `coefficients` and kernels."""
     features: int
     """d, the number of features."""
     statistics: tuple[Statistic, ...] = ()
-    """Statistics that it is computed from; empty where it is computed from the rows directly."""
+    """Statistics that it is computed from; empty if computed from the rows directly."""
     gain: float = 1.0
     """s, the largest eigenvalue of the public matrix S, in the kernel (x'z)(x'Sz) of two examples'
     features x and z."""
@@ -192,9 +190,8 @@ class Guarantee:
 
     `sensitivity` bounds the L2 norm of the whole update whatever the data (inf: no bound).
     `mechanism` is the release it has been through (None: no proven one, for that `reason`).
-    `pooled` is the mechanism of the plain mean of all clients' updates, where they share the noise
-    among them; else None. `shapes` are those of floating-point tensors; None where they are not
-    known yet.
+    `pooled` is that of the plain mean of all clients' updates, if they share the noise among them;
+    else None. `shapes` are those of floating-point tensors; None if not known yet.
     """
 
     sensitivity: float = math.inf
@@ -205,12 +202,11 @@ class Guarantee:
 
     @property
     def entries(self) -> int | None:
-        """Number of floating-point entries of the update; None where shapes are not known yet."""
+        """Number of floating-point entries of the update; None if `shapes` is."""
         return None if self.shapes is None else sum(map(math.prod, self.shapes))
 
     def bounded(self, norm: float) -> Guarantee:
-        """Returns the guarantee after a step that lengthens nothing, with the L2 bound `norm`."""
-        # What was proven before still holds, as the step lengthens nothing.
+        """Returns the guarantee after a step that lengthens nothing, and bounds the L2 norm."""
         return replace(self, sensitivity=min(self.sensitivity, norm))
 
     def unproven(self, reason: str) -> Guarantee:

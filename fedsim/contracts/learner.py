@@ -1,7 +1,6 @@
 """Defines data sources, learners (what a client computes, and the server makes of it) and engines.
 
-A learner is a frozen plugin; `start` binds it to one stack's federation. All state is handed in and
-returned, so that a computation is a pure function of its arguments.
+All state is handed in and returned.
 """
 
 from __future__ import annotations
@@ -32,20 +31,19 @@ from fedsim.types import (
 )
 
 LabelledBatches = Sequence[tuple[Tensor, Tensor]]
-"""Inputs of a client's computation: (pixels (B, C, H, W) or features, all in [0, 1], labels (B,))
-of each local step. A learner that releases once gets one batch of all that the client holds; for a
-table it is (rows (n, d + 1), labels)."""
+"""Inputs of a client's computation (`Request.batches`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """Describes what a learner works on: one stack's federation, without its clients' data.
 
-    `learner` is the learner as the scenario names it. It derives weights and other public draws
-    from `seed`, the scenario's. `clients` counts those of the federation.
+    It derives weights and other public draws from `seed`, the scenario's. `clients` counts those of
+    the federation.
     """
 
     learner: Named
+    """The learner as the scenario names it."""
     stack: Stack
     dataset: Dataset | Table
     """Description of the data and test split, without training examples (`without_training`)."""
@@ -55,26 +53,23 @@ class Problem:
     examples: int
     """Number of training examples of all clients together."""
     model: Named | None = None
-    """Network as the scenario names it, if any."""
+    """Network as the scenario names it; None without one."""
     weights: str | None = None
     """Path of the weights to start from; None for fresh ones."""
     plants: bool = False
     """Whether the server plants neurons in what it sends with a probe, and trains without them."""
     projection_radius: float | None = None
-    """L2 radius of the ball around the initial weights that the global model is kept in; None: no
-    ball."""
+    """L2 radius of the ball around the initial weights that the model is kept in; None: no ball."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Holds what a client is asked in a round, at the global model's `parameters` and `buffers`.
-
-    `batches` has (pixels (B, C, H, W) or features, on [0, 1], labels (B,)) of each local step. A
-    learner that releases once gets one batch of all that the client holds; for a table it is (rows
-    (n, d + 1), labels).
-    """
+    """Holds what a client is asked in a round, at the global model's `parameters` and `buffers`."""
 
     batches: LabelledBatches
+    """(pixels (B, C, H, W) or features (B, D), on [0, 1], labels (B,)) of each local step. A
+    learner that releases once gets one batch of all examples; of a table, (rows (n, d + 1), labels
+    (n,))."""
     parameters: Tensors
     buffers: Tensors
     training: LocalTraining
@@ -99,7 +94,7 @@ class Computed:
     num_examples: int
     """Weight in the mean over the clients, which the server gets to see."""
     truth: GroundTruth | None
-    """Batch that was used, for scores; None where nothing is recorded, and for rows."""
+    """What was used, for scores: features and losses if `Request.recorded`; None for a release."""
     loss: float | None
     """Loss of the first batch under the global model, before any step; None without training."""
 
@@ -137,7 +132,7 @@ class Computation(ABC):
         """Returns the rows that a client's release is computed from, one for each of `inputs`.
 
         `inputs` (n, ...) and `labels` (n,) are examples of the client. All rows are members, and of
-        client 0. None, by default, where releases are never observed.
+        client 0. None (default): releases are never observed.
         """
         return None
 
@@ -157,7 +152,10 @@ class Computation(ABC):
 
     @abstractmethod
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns (parameters, buffers) before round 1; a FedsimError if given weights misfit."""
+        """Returns (parameters, buffers) before round 1, on the CPU.
+
+        A FedsimError says that `Problem.weights` cannot be read or misfit.
+        """
 
     @abstractmethod
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
@@ -169,20 +167,18 @@ class Computation(ABC):
 
     @abstractmethod
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """Returns a global parameter after a client's `update` of it; `before` is its value.
+        """Returns a global parameter, now `before`, after a client's `update` of it.
 
-        The strategy averages the results over clients. A gradient is subtracted, times the learning
-        rate of `training`, that of the round. A change of weights is added, and a release is the
-        result.
+        A gradient is subtracted, times the learning rate of the round's `training`. A change of
+        weights is added, and a release is the result. The strategy averages results over clients.
         """
 
     def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
         """Returns the clients' mean update of one parameter, float64, as two global models tell it.
 
-        The parameter's values there are `before` and `after`, and `training` is that of the round
-        between. The method undoes `apply_update` and `finalize` of a mean in which all clients
-        weigh the same. Only learners for which that is possible override it; the default refuses by
-        a FedsimError.
+        Its values there are `before` and `after`; `training` is that of the round between. The
+        method undoes `apply_update` and `finalize` of a mean that weighs all clients alike. The
+        default refuses by a FedsimError: only learners for which that is possible override it.
         """
         raise FedsimError(
             "two global models do not tell the mean update of this learner's clients; remove "
@@ -217,8 +213,7 @@ def model_spec(problem: Problem) -> ModelSpec:
         name=model.name,
         parameters=model.parameters,
         num_classes=len(dataset.classes),
-        # A model's description is that of its inputs and more (`ModelSpec` derives from
-        # `InputSpec`).
+        # `ModelSpec` derives from `InputSpec`.
         **vars(dataset.input_spec),
     )
 
@@ -293,15 +288,13 @@ class DataSource(Plugin):
 
         The default is the field `path` or `root`. A node asks its owner's policy about it.
         """
-        # These are the names that data sources give to where their data lie.
         named = getattr(self, "path", None) or getattr(self, "root", None)
         return None if named is None else str(named)
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
         """Returns `dataset` with all that this source computes from training data computed anew.
 
-        An audit calls it after it exchanged an image, so that bounds and means follow. The default
-        returns `dataset`: nothing is computed.
+        An audit calls it after it exchanged an image. The default returns `dataset` itself.
         """
         return dataset
 

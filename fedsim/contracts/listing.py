@@ -17,7 +17,7 @@ def rows(kinds: Sequence[str]) -> list[Row]:
     """Returns a dictionary for each installed plugin of `kinds` (`attacks`), broken or not.
 
     They follow the order of `kinds`, then names. Keys are kind, name, package, version, summary,
-    paper, parameters (name, type, default, required, range, description) and error (None, or why
+    paper, parameters (a list, each with the fields of `plugins.Parameter`) and error (None, or why
     the plugin cannot be used). An unknown kind is a PluginError.
     """
     return [
@@ -58,11 +58,10 @@ def _block(row: Row, width: int) -> list[str]:
 
 
 def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
-    """Renders `parameters`, as of a row of `rows`, as lines of at most `width` characters."""
+    """Renders the `parameters` of one row of `rows` as lines of at most `width` characters."""
     table = []
     for each in parameters:
         default = "required" if each["required"] else f"= {json.dumps(each['default'])}"
-        # Without a range no colon is left behind the type.
         kind = f"{each['type']}: {each['range']}".removesuffix(": ")
         table.append((each["name"], default, kind, each["description"]))
     names, defaults = (max((len(cells[i]) for cells in table), default=0) for i in (0, 1))
@@ -78,7 +77,10 @@ def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
 
 
 def wrap_text(text: str, width: int, indent: int) -> list[str]:
-    """Wraps `text` to `width` characters, indented by `indent`, and by 2 more from line 2 on."""
+    """Wraps `text` to lines of `width` characters, none if it is empty.
+
+    They are indented by `indent` spaces, and by 2 more from the second on.
+    """
     return textwrap.wrap(
         text.rstrip(),
         width,

@@ -1,14 +1,7 @@
 """Defines what a metric is: how answers are paired, compared, measured and shown, and guessed.
 
-A target (`fedsim.contracts.target`) has metrics. Rows, leaderboard and report know each by its
-name, and read all else from here.
-
-A gradient is a mean over its batch, so no attack can know the order of the images. Each truth is
-therefore paired with one reconstruction of its own by the assignment of least total cost (H. W.
-Kuhn, "The Hungarian method for the assignment problem", Naval Research Logistics Quarterly 2,
-1955), and every metric of images uses that one assignment. Were each metric to look for its own
-best match, or one reconstruction to serve several truths, a single good guess would count as many.
-Features have an assignment of their own, for an attack may read them where it draws no image.
+All metrics of images use one assignment of least cost: by its own best match, or with one
+reconstruction for several truths, a single good guess would count as many.
 """
 
 from __future__ import annotations
@@ -51,7 +44,7 @@ class ScoredPair:
     truth: Tensor
     """(N, ...) what clients really used, on the CPU as all is here."""
     unordered: Tensor | None = None
-    """(M, ...) as the attack returned it; None if that had the order of the truth."""
+    """(M, ...) answer in the attack's order, if a metric needs that; None: `claimed` serves."""
     aid: Any = None
     """What the target prepared for scores; None if nothing."""
 
@@ -95,10 +88,9 @@ class Metric:
 
     @property
     def term(self) -> Term:
-        """Glossary entry of the metric: `described`, or one of its heading and `meaning`."""
+        """Glossary entry of the metric: `described`, or one of heading (else name) and meaning."""
         if self.described:
             return self.described
-        # The key is the term's anchor in a page.
         key = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         meaning = self.meaning[:1].upper() + self.meaning[1:]
         return Term(key=key, name=self.heading or self.name, meaning=f"{meaning}.")
@@ -137,15 +129,14 @@ def bound_chances(
     """Returns for each of `radii` an upper bound on the chance of an answer so near to the truth.
 
     The truth is drawn uniformly from N >= 1 candidates of these (N, N) `distances`, which obey the
-    triangle inequality. `groups` (N,) is what the attacker knows of each candidate, such as its
-    label; None: nothing.
+    triangle inequality and have the unit of `radii`. `groups` (N,) is what the attacker knows of
+    each candidate, such as its label; None: nothing.
     """
     count = len(distances)
     groups = torch.zeros(count, dtype=torch.int64) if groups is None else groups
     own = [distances[groups == group][:, groups == group] for group in sorted(set(groups.tolist()))]
     # Candidates within r of one answer are within 2 r of each other. So no answer has more of them
-    # near than some candidate has within 2 r.
-    # A tolerance: at a radius of 0 a candidate is within it of itself, rounding or not.
+    # near than some candidate has within 2 r. The tolerance counts it itself at a radius of 0.
     return tuple(
         sum(int((each <= 2 * radius + 1e-9).sum(1).max()) for each in own) / count
         for radius in radii
@@ -162,7 +153,8 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
     Returns N indices: entry i is the reconstruction that is scored against truth i. Both are
     finite, on the CPU, and need no gradient. If M > N, only the first N reconstructions count, as
     choosing among guesses by the truth would be an oracle. If M < N, N - M truths are left
-    `MISSING` (-1).
+    `MISSING` (-1). Source: Kuhn, The Hungarian method for the assignment problem, Naval Research
+    Logistics Quarterly 2, 1955.
     """
     claimed = reconstruction[: len(truth)].flatten(1).double()
     targets = truth.flatten(1).double()
@@ -174,16 +166,14 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
 
 
 def assign(cost: Tensor) -> list[int]:
-    """Returns for each row of `cost` (N, M) its own column, at the least total cost.
+    """Returns for each row of `cost` (N, M), on the CPU, its own column at the least total cost.
 
-    The N - M rows that are left over if N > M get `MISSING` (-1). `cost` is on the CPU, without
-    NaN.
+    The N - M rows that are left over if N > M get `MISSING` (-1). `cost` holds no NaN.
     """
     if cost.shape == (1, 1):  # without scipy, whose import takes half a second
         return [0]
     from scipy.optimize import linear_sum_assignment
 
-    # Of an (N, M) cost with M < N, only M rows get a column: the others stay `MISSING`.
     rows, columns = linear_sum_assignment(cost.numpy())
     assignment = [MISSING] * len(cost)
     for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
@@ -192,10 +182,10 @@ def assign(cost: Tensor) -> list[int]:
 
 
 def align(values: Tensor, assignment: list[int], fill: Tensor) -> Tensor:
-    """Returns `values` (M, ...) in the order of N truths: (N, ...), on the CPU.
+    """Returns `values` (M, ...) in the order of N >= 1 truths: (N, ...), on the CPU.
 
-    Entry k of `assignment` is the index of the value for truth k. If it is `MISSING` (-1), `fill`
-    (...) stands there. N has to be at least 1.
+    Entry k of `assignment` is the index of the value for truth k, or `MISSING` (-1) for `fill`
+    (...).
     """
     values = values.detach().cpu()
     fill = fill.detach().cpu().to(values.dtype)

@@ -1,8 +1,6 @@
 """Reads entry points, as no other module does: what is installed, and how a name becomes a class.
 
-A plugin is a class that derives from `Plugin`: a frozen pydantic model whose fields are its
-hyper-parameters. It is registered under one of the groups below, by the name users write in a
-scenario. A plugin that fails to import stops only the scenario that names it.
+A plugin that fails to import stops only the scenario that names it.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ class Parameter:
     type: str
     """Type in the words of JSON Schema, such as `number or null`."""
     default: Any
-    """Default value; None for a required parameter, too."""
+    """Default value, as in JSON; None for a required parameter, too."""
     required: bool
     range: str
     """Allowed values, such as `> 0, <= 1`; empty if the type says it all."""
@@ -77,8 +75,8 @@ class Parameter:
 class Installed:
     """Describes a plugin, registered as `name` in `group`, as `fedsim list` shows it.
 
-    `error` says why it cannot be loaded, or is None; `cls` is then None, and `parameters` are
-    empty. `version` is that of its `package`, `?` if not known.
+    `error` is None or says why it cannot be loaded; `cls` is then None, and `parameters` are empty.
+    `package` is the distribution or, if not known, the module; `version` is then `?`.
     """
 
     group: str
@@ -91,7 +89,7 @@ class Installed:
 
     @property
     def summary(self) -> str:
-        """First line of the class's docstring; empty if the class cannot be loaded."""
+        """First line of the class's docstring, maybe inherited; empty if it cannot be loaded."""
         return (inspect.getdoc(self.cls) or "").partition("\n")[0] if self.cls else ""
 
 
@@ -111,7 +109,6 @@ def _entry_points() -> Mapping[str, Mapping[str, tuple[EntryPoint, ...]]]:
 
 
 def _points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Returns name -> entry points of `group`; a PluginError if there is no such group."""
     if group not in GROUPS:
         raise PluginError(f"no group {group!r} of plugins{nearest(group, GROUPS)}")
     return _entry_points()[group]
@@ -167,7 +164,10 @@ def load(group: str, name: str) -> type[Plugin]:
 
 
 def reference(group: str, plugin: Plugin) -> Named:
-    """Returns `plugin`'s name in `group`, and parameters; a PluginError if it has no name there."""
+    """Returns `plugin`'s name in `group`, and its parameters in the types of JSON.
+
+    A PluginError says that it has no name there, or that there is no such group.
+    """
     kind = type(plugin)
     value = f"{kind.__module__}:{kind.__qualname__}"
     for name, points in _points(group).items():
@@ -193,7 +193,7 @@ def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
 
 
 def list_installed(group: str) -> list[Installed]:
-    """Returns the plugins of `group` by name, also broken ones; a PluginError if it is unknown."""
+    """Returns the plugins of `group` by name, also broken ones; a PluginError if no such group."""
     rows = []
     # Where two packages claim the name, `load` says so; the first stands for the row.
     for name, (point, *_) in sorted(_points(group).items()):
@@ -277,7 +277,6 @@ def _package(point: EntryPoint) -> str:
 
 @cache
 def _name(package: Distribution) -> str:
-    """Returns a package's name, for which its metadata are parsed."""
     return package.name
 
 
@@ -298,7 +297,10 @@ class Described(GenerateJsonSchema):
 
 
 def descriptions(cls: type) -> Mapping[str, str]:
-    """Returns field -> docstring below it, if any, of a pydantic class and its base classes."""
+    """Returns field -> docstring below it, of a pydantic class and its bases.
+
+    Fields without one are missing, and all of a class whose source file is not there.
+    """
     # From the bases on, so that a subclass's own text wins.
     return {name: text for each in reversed(cls.__mro__) for name, text in _texts_of(each).items()}
 

@@ -1,9 +1,4 @@
-"""Defines a defense stack, and `chain`, which composes it.
-
-`chain(a, b, c)` applies in written order and the empty stack is the identity, bit for bit. Only the
-whole stack's guarantee is ever accounted: a stack that is not a known mechanism has ε = ∞, never a
-guess.
-"""
+"""Defines a defense stack, and `chain`, which composes it. The empty one is the identity."""
 
 from __future__ import annotations
 
@@ -58,13 +53,13 @@ class Stack:
     """Indices of training defenses that were asked for a direction."""
 
     def note_shapes(self, parameters: Iterable[Tensor]) -> None:
-        """Sets `shapes` to those of the floating-point `parameters`; some guarantees need them."""
+        """Sets this stack's `shapes` to those of floating-point `parameters`, for guarantees."""
         shapes = tuple(tuple(p.shape) for p in parameters if p.is_floating_point())
         object.__setattr__(self, "shapes", shapes)
 
     @property
     def claimed_epsilon(self) -> float | None:
-        """Sum of the ε that its defenses' configurations state; None if none states any."""
+        """Sum of the ε that its update defenses' configurations state; None if none states any."""
         stated = [d.claimed_epsilon for d in self.update_defenses if d.claimed_epsilon is not None]
         return sum(stated) if stated else None
 
@@ -79,7 +74,7 @@ class Stack:
         return self.data_defense.least_clients if self.data_defense and self.aggregation else 1
 
     def sigma(self, release: Release) -> float:
-        """Returns σ of the rows σ I that clients append, as `DataDefense.sigma`; 0 without one."""
+        """Returns σ as `DataDefense.sigma`, with its error; 0 without a data defense."""
         return self.data_defense.sigma(release) if self.data_defense else 0.0
 
     def private(
@@ -108,8 +103,8 @@ class Stack:
     def effect(self, declared: LocalTraining, release: Release | None = None) -> Effect:
         """Returns what the whole stack does to an update; it fails as `guarantees` does.
 
-        `declared` is the local training before any defense. `release` is what a closed-form learner
-        releases (its effect is in `ReleaseSpec`), or None.
+        What it does to the rows or statistics behind a release is not in it but in `ReleaseSpec`. A
+        PluginError says that a model defense is not installed.
         """
         proven = self.guarantees(declared, release)
         training = self.training(declared)
@@ -145,12 +140,11 @@ class Stack:
     def gradient(self, step: LocalStep) -> GradientFn:
         """Returns the function that gives the direction of a `step`, by all training defenses.
 
-        Defenses with a memory use that of the `memory_of` block around its calls, or else begin
-        anew.
+        Defenses with a memory use that of the `memory_of` block around this call, or else begin
+        anew. Errors are those of `TrainingDefense.gradient`. From now on `directed` is True.
         """
         for index, defense in enumerate(self.training_defenses):
-            # Noted, so that a learner that trains around its defenses is found out
-            # (`federation.refusals`).
+            # Tells of a learner that trains around its defenses (`federation.refusals`).
             self._directed.add(index)
             if isinstance(defense, StatefulTrainingDefense):
                 memory = self._memories.get(index, {})
@@ -171,9 +165,9 @@ class Stack:
         """Lets the steps of `gradient` inside the block go on from the client's `state`.
 
         `state` is the one after the client's previous round (empty before its first). The mapping
-        that is yielded is filled on exit with what the steps leave, and is kept with what `apply`
-        returned. It stays empty if the block fails. Outside of it, directions begin as in a first
-        round. Blocks of a stack are neither nested nor shared by threads.
+        that is yielded is filled on exit with what the steps leave, on the CPU. The caller adds it
+        to the state that `apply` returned, for the next round. It stays empty if the block fails.
+        Blocks of a stack are neither nested nor shared by threads.
         """
         self._memories.update({index: {} for index in range(len(self.training_defenses))})
         for name, tensor in state.items():
@@ -194,11 +188,8 @@ class Stack:
     ) -> list[Guarantee]:
         """Returns what is proven before the first update defense, and after each later stage.
 
-        Later stages are the update defenses in order, and the aggregation. `declared` is the local
-        training before any defense, and `release` that of a closed-form learner (None: it trains).
-
-        Raises:
-            FedsimError: a defense does not fit the learner, or cannot follow what comes before it.
+        Later stages are the update defenses in order, and the aggregation, if any. A FedsimError
+        says that a defense does not fit the learner, or cannot follow what comes before it.
         """
         held = Guarantee(shapes=self.shapes)
         training = self.training(declared)
@@ -206,7 +197,6 @@ class Stack:
             (self.training_defenses, "local training"),
             (self.model_defenses, "the model that clients train"),
         ):
-            # A release in closed form is the only thing that its learner makes: nothing trains.
             if members and release:
                 raise FedsimError(
                     f"{_name(members[0])} changes {what}, and this learner does not train; drop "
@@ -252,9 +242,9 @@ class Stack:
         return Guarantee(mechanism=Composed(tuple(parts.values())), reason="")
 
     def shows_losses(self, declared: LocalTraining) -> bool:
-        """Returns whether clients may report losses: not if updates are combined or noised.
+        """Returns whether clients may report losses; it fails as `guarantees` does.
 
-        `declared` is the local training before any defense. It fails as `guarantees` does.
+        They may not if updates are combined, or if a mechanism is proven.
         """
         proven = self.guarantees(declared)
         # A loss is a function of the data that none of the noise hides.
@@ -263,9 +253,10 @@ class Stack:
     def init(
         self, update: Tensors, declared: LocalTraining, release: Release | None = None
     ) -> Tensors:
-        """Returns the state of all update defenses before round 1, named by index (`0.name`).
+        """Returns the state of all update defenses before round 1; it fails as `guarantees` does.
 
-        Updates are shaped like `update`. `declared`, `release` and failures are as of `guarantees`.
+        Names are `<index>.<name>`, with the index from 0 of a defense and its own name of a tensor.
+        Updates are shaped like `update`.
         """
         proven = self.guarantees(declared, release)
         return {
@@ -281,13 +272,13 @@ class Stack:
         """Returns (defended update, next state) of one client, by all update defenses in order.
 
         Integer tensors pass by. `state` is what `init` or the client's previous round returned, and
-        is not changed. `rng`, on the CPU, is the only source of randomness.
+        is not changed; what `memory_of` left is not in the next one. `rng`, on the CPU, is the only
+        source of randomness.
         """
         defended = _floating(update)
         after: dict[str, Tensor] = {}
         for index, defense in enumerate(self.update_defenses):
             prefix = f"{index}."
-            # The states of all defenses lie in one flat mapping, told apart by these prefixes.
             own = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
             defended, own_after = defense.apply(defended, own, rng)
             after |= {prefix + name: tensor for name, tensor in own_after.items()}

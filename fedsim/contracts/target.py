@@ -1,10 +1,4 @@
-"""Defines the target contract: a kind of leak, and everything that is particular to it.
-
-A target is one file and one entry point of the group `fedsim.targets`. It says what of a client is
-answered (images, labels, who took part), and what truth clients leave for its score. It has the
-metrics that score an answer beside the guess of somebody who saw no update. It says from which gain
-on it leaks, and what the leak is called. Scores, rows, leaderboard, page and glossary follow.
-"""
+"""Defines the target contract: a kind of leak, and everything that is particular to it."""
 
 from __future__ import annotations
 
@@ -36,8 +30,7 @@ class Resources:
     """Holds what a run has for scores, besides answers and truths."""
 
     guesser: Any = None
-    """Guesser of batches from public images (`fedsim.scoring.Guesser`); None where there are
-    none."""
+    """Guesser of batches from public images (`fedsim.scoring.Guesser`); None without these."""
     lpips_backbone: Literal["alex", "vgg", "squeeze"] = "alex"
     lpips_weights: str | None = None
     """Path of the backbone's weights; None for those that torchvision has here, if any."""
@@ -45,15 +38,14 @@ class Resources:
 
 @dataclass(frozen=True)
 class HeldExamples:
-    """Holds a client's examples to be read: a call returns (inputs (n, ...), labels (n,)) of all.
-
-    `read` does so, and `classes` is the number of classes that labels count from 0.
-    """
+    """Gives a client's examples, which a call reads anew: (inputs (n, ...), labels (n,))."""
 
     read: Callable[[], tuple[Tensor, Tensor]]
+    """Function that does so."""
     labels: Tensor
-    """(n,) int64: their labels alone."""
+    """(n,) int64: their labels alone, counted from 0."""
     classes: int
+    """Number of classes; 0 where labels mean none."""
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Returns inputs (n, ...) and labels (n,) of all examples."""
@@ -69,8 +61,8 @@ class TargetScores:
     """Holds the comparison of an answer with the truth by all metrics of one target."""
 
     values: Mapping[str, MetricValue]
-    """Metric -> its values: (N,) with one for each truth, or a float for all of them. An
-    `Unavailable` has the reason why there are none."""
+    """Metric -> its values: (n,) in the order of the truths, without `missing` ones, or a float for
+    all. An `Unavailable` has the reason why there are none."""
     assignment: list[int] = field(default_factory=list)
     """Index of the answer that was scored against each truth; -1: none. Empty without a match."""
     missing: int = 0
@@ -79,12 +71,11 @@ class TargetScores:
     """Metric -> how it was computed, where only like values compare."""
 
     def per_image(self) -> dict[str, list[float]]:
-        """Returns metric -> one value for each truth, in its order, of metrics that have such."""
+        """Returns metric -> one value for each truth, of metrics that have such, as in `values`."""
         return {n: v.tolist() for n, v in self.values.items() if isinstance(v, Tensor)}
 
     def means(self) -> dict[str, float]:
         """Returns the mean of each metric by name, without those that are `Unavailable`."""
-        # Metrics with one value for all, such as a share of labels, are their own mean.
         tensors = {n: float(v.mean()) for n, v in self.values.items() if isinstance(v, Tensor)}
         return {n: v for n, v in self.values.items() if isinstance(v, float)} | tensors
 
@@ -162,8 +153,7 @@ class Target(Plugin):
     """Metric of likeness -> its value from which an answer that leaks is recognizable. An answer
     may leak by these, whatever the first metric says. The first of them judges means."""
     likeness_gain: ClassVar[float] = 0.0
-    """Gain in a metric of likeness from which an answer leaks, over the guess and another
-    update."""
+    """Gain in a metric of likeness from which an answer leaks, as in `leaks`."""
     agreement: ClassVar[Mapping[str, float]] = {}
     """Metric -> its value that an answer must reach as well before it counts as recognizable, where
     it was measured. What leaks, leaks without it."""
@@ -180,10 +170,9 @@ class Target(Plugin):
         return self.metrics[0]
 
     def is_alike(self, values: Mapping[str, float | None], by: Iterable[str]) -> bool:
-        """Returns whether any metric in `by` reaches the value that makes an answer recognizable.
+        """Returns whether any metric in `by`, names in `likeness`, reaches its value there.
 
-        `by` names metrics of `likeness`. `values` has the answer's mean of each metric, None if not
-        measured.
+        `values` has the answer's mean of each metric, None if not measured.
         """
         return any(self._reaches(values.get(name), name, self.likeness[name]) for name in by)
 
@@ -205,13 +194,11 @@ class Target(Plugin):
         """Returns whether an answer that leaks is recognizable, by the `values` of its metrics.
 
         Each is a mean, None if not measured. The first metric of `likeness` decides or, where that
-        has None, the ranking metric. Measured metrics of `agreement` have to agree. If neither has
-        a value, it is not.
+        has none, the ranking metric by `recognizable_from`. False if neither can. Measured metrics
+        of `agreement` have to agree.
         """
         if not self.agrees(values):
             return False
-        # The first measure of likeness judges; the ranking metric does only where that has no
-        # value.
         first, value = next(iter(self.likeness), ""), values.get(self.ranking.name)
         if values.get(first) is not None:
             return self.is_alike(values, [first])
@@ -259,8 +246,8 @@ class Target(Plugin):
     def compare(self, answer: Tensor, truth: Truth, aids: Aids) -> TargetScores:
         """Compares an answer, which passed `check`, with the truth by all metrics of this target.
 
-        Both are paired as they are, unless a target overrides it. If the truth was not recorded,
-        all metrics are `Unavailable`.
+        The default pairs both as they are. All metrics are `Unavailable` if the truth was not
+        recorded.
         """
         true = self.truth_of(truth)
         if true is None:
@@ -277,7 +264,7 @@ class Target(Plugin):
             )
 
     def compute_metrics(self, pair: ScoredPair) -> dict[str, MetricValue]:
-        """Returns metric -> its value, for an answer paired with the truth."""
+        """Returns metric -> its value for `pair`, of all metrics of the target."""
         return {metric.name: metric.compute(pair) for metric in self.metrics}
 
     def unavailable(self, reason: str) -> dict[str, MetricValue]:
@@ -301,7 +288,7 @@ class Target(Plugin):
         return {}
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns what is saved for a missing part, like one of `true` (N, ...); default zeros."""
+        """Returns what is saved for a missing entry, like one of `true` (N, ...); default zeros."""
         return torch.zeros_like(true[0])
 
     def tensors_to_save(
@@ -309,9 +296,10 @@ class Target(Plugin):
     ) -> dict[str, Tensor]:
         """Returns name -> tensor to save of an answer and its truth, in the order of the truth.
 
-        `assignments` maps the part of each matched target to the index of the answer for each truth
-        (-1: none). An `itemwise` answer that was not matched itself follows the first. Empty
-        without a recorded truth, or without an answer if not `keeps_truth`.
+        Names are those of `saved_as` and `saved_beside`. Empty without a recorded truth, or without
+        an answer if not `keeps_truth`. `assignments` maps the part of each matched target to the
+        index of the answer for each truth (-1: none, which `filling` replaces). An `itemwise`
+        answer that was not matched itself follows the first.
         """
         answer, true = self.answer_of(found), self.truth_of(truth)
         if true is None or (answer is None and not self.keeps_truth):
@@ -335,7 +323,7 @@ class Target(Plugin):
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Returns (answer or None, truth) from tensors as `tensors_to_save` names them.
 
-        The truth has keys `truth_name` and those of `saved_beside`; it is empty if none was saved.
+        Keys of the truth are `truth_name` and those of `saved_beside`; it is empty if not saved.
         """
         answer_name, truth_name = self.saved_as or (self.part, f"truth_{self.part}")
         true = tensors.get(truth_name)
@@ -345,9 +333,8 @@ class Target(Plugin):
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
         """Returns `answer`, given to another update, as one to this update, for a control.
 
-        `pairs` has the row of the other update that stands for each row of this one, for targets
-        that are `asked_singly`. `truth` is that of this update. The default returns `answer` as it
-        is.
+        `pairs` has the index of the other update's row for each row of this one, if `asked_singly`.
+        `truth` is that of this update. The default returns `answer` itself.
         """
         return answer
 
@@ -357,12 +344,10 @@ GROUP = "fedsim.targets"
 
 @cache
 def targets() -> Mapping[str, Target]:
-    """Returns part -> installed target, in the order in which targets rank attacks.
+    """Returns part -> installed target, in the order in which targets rank attacks; made once.
 
-    A target that cannot be loaded is left out: `fedsim list targets` says why.
-
-    Raises:
-        PluginError: two targets score the same part, or are the main target of one payload.
+    A target that cannot be loaded is left out: `fedsim list targets` says why. A PluginError says
+    that two targets score one part, or are the main target of one payload.
     """
     loaded = [plugin.cls for plugin in plugins.list_installed(GROUP) if plugin.cls]
     found = [cls() for cls in loaded if issubclass(cls, Target)]
@@ -401,7 +386,7 @@ def _metrics() -> Mapping[str, Metric]:
 
 
 class _Metrics(Mapping[str, Metric]):
-    """Maps names to the metrics of all targets, which are read at the first access."""
+    """Maps names to metrics, so that targets are read at the first access."""
 
     def __getitem__(self, name: str) -> Metric:
         return _metrics()[name]
@@ -414,11 +399,11 @@ class _Metrics(Mapping[str, Metric]):
 
 
 METRICS: Mapping[str, Metric] = _Metrics()
-"""Name -> metric, of all that mean the same for every attack, in the order of a row's fields."""
+"""Name -> metric of any target, in the order of a row's fields; a PluginError if targets clash."""
 
 
 def ranking_targets() -> Mapping[str, Target]:
-    """Returns ranking metric -> the first target whose attacks it ranks; raises as `targets`."""
+    """Returns name of a ranking metric -> first target that ranks by it; raises as `targets`."""
     ranked: dict[str, Target] = {}
     for target in targets().values():
         ranked.setdefault(target.ranking.name, target)
@@ -426,7 +411,7 @@ def ranking_targets() -> Mapping[str, Target]:
 
 
 def main_target(payload: Payload) -> Target:
-    """Returns the target of attacks on messages of kind `payload`; a PluginError if none has it."""
+    """Returns the main target of messages of kind `payload`; a PluginError if none has it."""
     for target in targets().values():
         if payload in target.payloads:
             return target
