@@ -1,7 +1,4 @@
-"""Kinds of attacks by when they end: at once, or after a number of iterations.
-
-The contract of solvers that recover features, and the attack that runs one of them.
-"""
+"""Kinds of attacks by when they end, and the contract of solvers that recover features."""
 
 from __future__ import annotations
 
@@ -22,16 +19,11 @@ S = TypeVar("S", bound=AttackState)
 
 @dataclass(kw_only=True)
 class _Answered(AttackState):
-    """The state of an attack that has its answer from the start."""
-
     answer: Reconstruction
 
 
 class DirectAttack(Attack[_Answered]):
-    """Computes its answer in closed form, without iterations.
-
-    `solve` hands it tensors on the CPU, unless a subclass sets `on_processor` to False.
-    """
+    """Computes its answer in closed form: of tensors on the CPU, if `on_processor` is True."""
 
     on_processor: ClassVar[bool] = True
 
@@ -39,13 +31,8 @@ class DirectAttack(Attack[_Answered]):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Computes what can be recovered from the observation, and the loss that remains.
-
-        `rng` is on the CPU: what it draws is moved to the observation's device.
-
-        Raises:
-            AttackFailed: nothing can be recovered from this observation, with the reason.
-        """
+        """Computes what can be recovered, and the loss that remains; AttackFailed of nothing."""
+        # The stream is on the CPU: what it draws is moved to the observation's device.
 
     @final
     def init(
@@ -115,10 +102,7 @@ class FeatureSolver(AttackState, ABC):
 
     @property
     def finished(self) -> bool:
-        """Whether another step would gain nothing, or the budget of iterations is spent.
-
-        The default is `over` alone: a solver with a budget has to override it.
-        """
+        """Whether another step would gain nothing or exceed the budget; by default `over`."""
         return self.over
 
     @abstractmethod
@@ -131,10 +115,7 @@ class FeatureSolver(AttackState, ABC):
 
     @property
     def misfit(self) -> Tensor:
-        """Distance (0-d) between what the features imply and what the solver compares them with.
-
-        The default is the loss, in whatever unit that has.
-        """
+        """Distance (0-d) of what the features imply from what was observed; by default `loss`."""
         return self.loss
 
 
@@ -142,10 +123,7 @@ F = TypeVar("F", bound=FeatureSolver)
 
 
 class FeatureAttack(Attack[F], Generic[F]):
-    """Runs the feature solver that `init` makes, step by step, until the solver is finished.
-
-    `solve` hands it tensors on the CPU, unless a subclass sets `on_processor` to False.
-    """
+    """Runs the feature solver that `init` makes, step by step, until the solver is finished."""
 
     on_processor: ClassVar[bool] = True
 

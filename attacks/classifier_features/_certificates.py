@@ -124,7 +124,6 @@ def is_declared(classifier: ClassifierGradient) -> bool:
 
 
 def tolerance(classifier: ClassifierGradient) -> float:
-    """Returns the share of the gradient's squared norm that rounding may leave."""
     return (_ROUNDING * classifier.rounding) ** 2
 
 

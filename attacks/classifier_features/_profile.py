@@ -148,7 +148,6 @@ class Consistency:
 
     @property
     def classes(self) -> int:
-        """Number K of classes."""
         return len(self.classifier.weights)
 
     def unknowns(self, features: Tensor) -> Tensor:
@@ -367,7 +366,6 @@ class Profile:
 
     @property
     def classes(self) -> int:
-        """Number K of classes."""
         return len(self.classifier.weights)
 
     @property
@@ -377,7 +375,6 @@ class Profile:
 
     @property
     def freedom(self) -> int:
-        """Number of equations beyond the number of unknowns, at least 1."""
         count, columns = self.classifier.num_images, self.classifier.gradient.shape[1]
         inside = self.rank + int(self.classifier.biased)
         # Columns sum to 0, so that K - 1 of a column's K entries are equations.
@@ -412,10 +409,7 @@ class Profile:
         return total
 
     def spread(self, point: Tensor, labels: Tensor) -> float:
-        """Estimates the standard deviation of an entry of Y, at `point` (n,) and `labels` (N,).
-
-        Y is the features' part outside the span of the classifier's rows, less what all share.
-        """
+        """Estimates the standard deviation of an entry of Y, at `point` (n,) and `labels` (N,)."""
         # By expectation and maximization, at the error signals that point and labels imply.
         errors = self.errors(point, labels) / len(labels)
         count, noise = len(labels), self.classifier.deviation**2
@@ -444,7 +438,6 @@ class Profile:
         return float(variance**0.5)
 
     def unknowns(self, features: Tensor) -> Tensor:
-        """Projects `features` (S, N, d) to coordinates in the span and log factors, (S, n)."""
         inside = features.double() @ self._span
         unknowns: Tensor = F.pad(inside.flatten(1), (0, self.classifier.factors))
         return unknowns

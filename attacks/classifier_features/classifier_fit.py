@@ -1,13 +1,9 @@
 """Features and labels of a batch from the gradient of an ordinary linear classifier.
 
-Nobody has planted anything, and nothing is granted: the server is honest, the classifier the one
-that is trained. As long as there are more classes than images, the row space of ∂L/∂W is the
-features', and there are more equations than unknowns. All of the gradient is fitted (`Profile`) or,
-of large problems, what its row space holds (`Consistency`). Several local steps are followed along
-the path of the weights (`LocalPath`). Labels are part of what is fitted: where it explains too
-little, some images get other features and labels (exchanges). Entries that pruning removed
-are filled in (`complete_gradient`). How far rounding and noise leave the features open is computed
-for each image (`bound_errors`).
+As long as there are more classes than images, the row space of ∂L/∂W is the features', and there
+are more equations than unknowns. All of the gradient is fitted (`Profile`) or, of large problems,
+what its row space holds (`Consistency`). Where that explains too little, some images get other
+features and labels (exchanges).
 """
 
 from __future__ import annotations
@@ -111,7 +107,6 @@ class ClassifierSolver(FeatureSolver):
         return is_explained(self.problem, float(self.loss))
 
     def _descend(self, points: Tensor, labels: Tensor, iterations: int) -> None:
-        """Descends until one start explains all, and keeps the best."""
         fits = self.problem.descend(points, labels, iterations, bound_residual(self.problem))
         self.iteration += iterations
         self._keep(fits)

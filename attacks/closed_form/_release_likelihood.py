@@ -154,7 +154,6 @@ def release_likelihood(observation: Observation, knowledge: Knowledge) -> Releas
 
 
 def _solve_coefficients(factor: Tensor) -> Tensor:
-    """Computes x̂ of K = LL': (..., d)."""
     solution: Tensor = torch.linalg.solve_triangular(
         factor[..., :-1, :-1].mT, factor[..., -1, :-1, None], upper=True
     )

@@ -1,9 +1,7 @@
 """Membership inference from a closed-form release, by the likelihood ratio.
 
-The informed adversary of differential privacy knows every row but one and asks whether a given row
-is there, too. No test beats the likelihood ratio (Neyman and Pearson, 1933): its power is what
-(ε, δ) bounds. A kernel regression shows how many rows it is of: there the question is whether the
-missing row is the given one, or any other.
+No test beats it (Neyman and Pearson, 1933): its power is what (ε, δ) bounds. A kernel regression
+shows how many rows it is of: there the question is whether the missing row is the given one.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ from fedsim_attacks.closed_form._release_likelihood import KNOWN, release_likeli
 class MembershipInference(DirectAttack):
     """Says of a given row, by the likelihood ratio, whether a release was computed from it.
 
-    Sketches and coefficients of all methods, alone and summed, are judged by their exact
-    distributions. Kernel regressions are judged against a row like the others in the given one's
-    place. All other rows are known.
+    Sketches and coefficients of all methods, alone and summed, are judged by their distributions.
+    Clipping, and sums of or noise on sketched coefficients, are approximated. Kernel regressions
+    are judged against a row like the others in the given one's place. All other rows are known.
     """
 
     paper: ClassVar[str] = (
@@ -56,8 +54,8 @@ class MembershipInference(DirectAttack):
     ) -> Reconstruction:
         """Returns ln P(release | row) - ln P(release | no such row), as `membership` (1,).
 
-        An AttackFailed says that there is no candidate, the other rows are not known, or the
-        release is not of them and one more.
+        An AttackFailed says that there is no candidate, the other rows are not known, a defense
+        does not declare its effect, or a kernel regression is not of them and one more.
         """
         if knowledge.candidate is None:
             raise AttackFailed("there is no candidate to ask about")

@@ -126,7 +126,6 @@ class _RowPosterior:
         ) - self.prior.log_density(rows)
 
     def scale_rows(self, rows: Tensor) -> Tensor:
-        """Scales down, as clients do, those of the rows (n, d + 1) that exceed the norm's bound."""
         return self.prior.scale_rows(rows)
 
     @property
@@ -217,8 +216,6 @@ class _Part:
 
 @dataclass(kw_only=True)
 class _RowSearch(AttackState):
-    """The best rows so far, and the starts of further searches."""
-
     posterior: _RowPosterior | KernelPosterior
     starts: list[Tensor]
     """(d + 1,) each, rows before they are scaled to the bound."""
@@ -294,7 +291,10 @@ class RowReconstruction(Attack[_RowSearch]):
         return state.iteration >= len(state.starts)
 
     def postprocess(self, state: _RowSearch) -> Reconstruction:
-        """Returns the estimate as `rows` (1, d + 1), scaled to the bound and cut to [-1, 1]."""
+        """Returns the estimate as `rows` (1, d + 1), scaled to the bound and cut to [-1, 1].
+
+        A row of a kernel regression has its c classes' probabilities in place of a target.
+        """
         posterior, maxima = state.posterior, [row for _, row in state.candidates]
         row = posterior.scale_rows(maxima[0][None])
         if self.samples:
@@ -338,7 +338,6 @@ class RowReconstruction(Attack[_RowSearch]):
         return row
 
     def _maximize(self, posterior: _RowPosterior, start: Tensor, places: Tensor) -> Tensor:
-        """Maximizes the posterior over the entries `places` of `start`."""
         from scipy.optimize import minimize
 
         # In this basis all curvatures are alike, and the problem is well conditioned for L-BFGS.

@@ -37,8 +37,6 @@ _TOGETHER = 20  # iterations of L-BFGS in one step of the attack
 
 @dataclass(kw_only=True)
 class _Descent(AttackState):
-    """The candidate and its optimizer."""
-
     matching: Matching
     candidate: Candidate
     optimizer: torch.optim.LBFGS

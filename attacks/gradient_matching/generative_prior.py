@@ -139,8 +139,6 @@ def fit_generator(
 
 
 class _Header(BaseModel):
-    """The metadata of a generator's file."""
-
     model_config = ConfigDict(extra="forbid")
 
     shape: tuple[int, ...]
@@ -152,7 +150,7 @@ class _Header(BaseModel):
 def pack_generator(generator: Generator, public: str) -> bytes:
     """Returns `generator` as a safetensors file's bytes, which name `public`, its training data.
 
-    A ValidationError refuses widths below 16 or above 1,024.
+    pydantic's ValidationError refuses widths below 16 or above 1,024, and codes of over 4,096.
     """
     header = _Header(
         shape=generator.shape, latent=generator.latent, width=generator.width, public=public
@@ -290,7 +288,7 @@ class GenerativePrior(IterativeAttack[_GeneratorSearch]):
         Raises:
             FedsimError: `weights` cannot be read, draws images of another shape, or was trained on
                 other data than `public` says.
-            AttackFailed: granted public images have another shape than the victim's.
+            AttackFailed: labels are not told, or public images have not the victim's shape.
         """
         matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
         labels = granted_labels(observation, knowledge)

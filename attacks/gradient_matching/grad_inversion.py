@@ -32,8 +32,6 @@ from fedsim_attacks.gradient_matching._matching import (
 
 @dataclass(kw_only=True)
 class _Group(AttackState):
-    """The images of all seeds, the labels that they share, and their optimizer."""
-
     matching: Matching
     prior: ForwardPrior
     images: Tensor  # (S, N, C, H, W), normalized: the candidates of all seeds

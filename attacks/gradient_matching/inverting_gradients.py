@@ -175,7 +175,6 @@ class InvertingGradients(IterativeAttack[_Inversion]):
         return negative_log_likelihood(variance, pixels, scaled)
 
     def _rate(self, done: int) -> float:
-        """Computes the step size after so many iterations."""
         if self.decay == "steps":
             return decayed_step(self.step_size, done, self.iterations)
         rise = min(1.0, (done + 1) / _WARMUP)

@@ -18,8 +18,6 @@ from fedsim_attacks.gradient_matching._image_priors import VARIATIONS, expose
 
 @dataclass(kw_only=True)
 class _Drawn(SearchState):
-    """The drawing and the images of least own loss."""
-
     spec: ModelSpec
     drawing: Drawing
 

@@ -399,7 +399,6 @@ class WholeHead:
         return (factor**2 * square - 2 * factor * product + self._square) / self._unit
 
     def _slope(self, at: Tensor, width: float) -> Tensor:
-        """Computes σ' at pre-activations (N, m)."""
         if width and self._head.config.activation in ("relu", "leaky_relu"):
             below, above = self._slope(at.new_tensor([-1.0, 1.0]), 0).unbind()
             # The slope's jump at 0 as a sigmoid, whose width is in units of the inputs' deviation.

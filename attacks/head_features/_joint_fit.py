@@ -43,14 +43,7 @@ class JointSolver(FeatureSolver):
     """Fits ∂L/∂A, then all of the gradient; and again while too much is left unexplained."""
 
     def __init__(self, head: HeadGradient, starts: int, budget: int, rng: torch.Generator) -> None:
-        """Prepares attempts that begin at random features.
-
-        Args:
-            head: the observed gradient, to which `joint_fit_applies`.
-            starts: random starts of each fit of ∂L/∂A, and as many more if these lead astray.
-            budget: iterations of each fit of ∂L/∂A, at most.
-            rng: stream of the random starts.
-        """
+        """Prepares attempts from `starts` random features, and as many more if they lead astray."""
         inside = head.restrict(span(head.rows, head.rank)[0].to(head.hidden.dtype))
         attempts: list[OutputSolver] = []
         while len(attempts) <= len(_EXPLAINED):  # by turns, since the span may lead astray
@@ -67,7 +60,6 @@ class JointSolver(FeatureSolver):
         super().__init__(loss=self.output.loss)
 
     def improve(self) -> None:
-        """Takes a step of the fit of ∂L/∂A, or of the fit of the whole gradient that follows."""
         if not self.output.finished:
             before = self.output.iteration
             self.output.improve()
@@ -96,10 +88,7 @@ class JointSolver(FeatureSolver):
 
 
 def joint_fit_applies(head: HeadGradient) -> bool:
-    """Says whether half of the features' directions stand out of the noise in ∂L/∂W.
-
-    False without noise, after pruning, or for several steps.
-    """
+    """Says whether half of the features' directions stand out of the noise, if any, in ∂L/∂W."""
     if not head.noisy or head.pruned or head.steps > 1 or not head.noise:
         return False
     rows, weights = head.rows.double(), head.output.double().var(0, correction=0)
@@ -141,7 +130,6 @@ class _JointDescent:
 
     @property
     def settled(self) -> bool:
-        """Whether the descent has ended, after the last of `_WIDTHS`."""
         return not self._widths
 
     def _begin(self) -> None:

@@ -128,7 +128,6 @@ class Peeling(FeatureSolver):
         return shares[:missing], errors[:missing]
 
     def _equal_rows(self) -> list[Tensor]:
-        """Groups the neurons whose rows are equal, the largest group first."""
         length = torch.linalg.vector_norm(self.rows, dim=1)
         first = not len(self.shares)
         # A row that is explained holds the rounding of what was taken off, not zeros.
@@ -152,7 +151,7 @@ class Peeling(FeatureSolver):
     def reconstruction(self) -> Reconstruction:
         """Returns the known features (n, d), then an orthonormal basis of the rest of the span.
 
-        The loss is the relative residual of the output weights' gradient.
+        The loss is the relative residual of the output weights' gradient at planted neurons.
         """
         features, head = self.features, self.head
         missing = head.rank - len(features)
@@ -193,5 +192,4 @@ class ActivationFeatures(FeatureAttack[Peeling]):
 
 
 def _feature(share: Tensor) -> Tensor:
-    """Computes x (..., d) from u = (s x, s) (..., d + 1)."""
     return share[..., :-1] / share[..., -1:]

@@ -1,7 +1,6 @@
-"""The strongest feature attack for what was observed, chosen by the attacker's own consistency.
+"""The strongest feature attack for what was observed: which reproduces the observed ∂L/∂A best.
 
-What the attacker can check is whether features reproduce the observed ∂L/∂A. Exact rows are peeled
-(`activation_features`). What that leaves open, or a defense has disturbed, is fitted (`head_fit`)
+Exact rows are peeled (`activation_features`). What that leaves open or is disturbed is fitted,
 from the features that peeling did find; where the row space is exact, in its coordinates, and where
 pruning or rounding has blurred it, first in its strongest directions. Several local steps on the
 same batch are unrolled (`unrolled_features`). Behind noise that leaves the row space to be seen,
@@ -53,17 +52,14 @@ class _Best(FeatureSolver):
 
     @property
     def finished(self) -> bool:
-        """Whether the solver that suits the observation is finished."""
         return self.solver is None or self.solver.finished
 
     def improve(self) -> None:
-        """Takes a step of the solver that suits the observation, unless `finished`."""
         assert self.solver is not None
         self.solver.improve()
         self.loss, self.iteration = self.solver.misfit, self.solver.iteration
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the features of solver or peeling, whichever leave less unexplained."""
         best, loss = self.solver, float(self.loss)
         if self.peeling is not None and float(self.peeling.loss) <= loss:
             best, loss = self.peeling, float(self.peeling.loss)
@@ -88,7 +84,7 @@ class BestFeatures(FeatureAttack[_Best]):
     """Number of fits over several local steps, as in unrolled_features."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> _Best:
-        """Peels, and chooses a solver; AttackFailed without a two-layer head. See `Attack.init`."""
+        """Peels, and chooses a solver; AttackFailed without the gradient of a two-layer head."""
         head = HeadGradient.read(observation)
         peeling = _peel(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss

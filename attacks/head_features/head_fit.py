@@ -1,9 +1,5 @@
 """Features by fitting the observed ∂L/∂A = D σ(X W' + b) of a two-layer head.
 
-The best D for given features X is in closed form (`Objective`). The fit descends by L-BFGS in
-variables that curve alike, of a subset of the neurons until the last iterations. Where it leaves
-more unexplained than noise can account for, it splits features to leave the local minimum.
-
 What pruning has left of ∂L/∂W corrects near features (`_fit_rows`): ∂L/∂w_j = Σ_i s_ij σ'(w_j'x_i +
 b_j) x_i is linear in them once the signals s = A'D and the neurons that each image activates are
 known. Rows of neurons near their threshold are left out, and entries that do not fit count little
@@ -51,7 +47,7 @@ _SPREAD = 0.5  # distance of starting features from their common direction, over
 def random_starts(head: HeadGradient, count: int, rng: torch.Generator) -> Iterator[Tensor]:
     """Yields `count` guesses of features (N, d): a common direction plus one of the likely span.
 
-    `rng` is on the CPU; N images and d dimensions are those of `head`, whose neurons are planted.
+    `rng` is on the CPU; N images and d dimensions are those of `head`.
     """
     # Stein's lemma: the mean of ∂L/∂A_kj w_j is in proportion to Σ_i D_ki x_i.
     weights, outer = head.hidden[head.planted], head.grad_output[:, head.planted]
@@ -187,7 +183,6 @@ def _largest(matrix: Tensor) -> tuple[float, Tensor]:
 
 
 def _halves(features: Tensor, index: int, axis: Tensor) -> Iterator[Tensor]:
-    """Yields (n + 1, d) with feature `index` split along `axis`."""
     feature = features[index]
     others = torch.cat([features[:index], features[index + 1 :]])
     for angle in _ANGLES:
@@ -313,7 +308,6 @@ class OutputFit:
         return ITERATIONS
 
     def _run(self, descent: _ScaledDescent) -> None:
-        """Runs `descent`, and keeps what it finds if that is better."""
         features, loss = descent.run()
         if loss < self.loss:
             self.features, self.loss, self.descent = features, loss, descent
@@ -362,7 +356,6 @@ class _ScaledDescent:
     """Descends by L-BFGS in scaled variables, whose memory lasts over several runs."""
 
     def __init__(self, objective: Objective, start: Tensor) -> None:
-        """Starts at features (N, d)."""
         self._objective = objective
         self._rescale(start)
 
@@ -557,7 +550,7 @@ class HeadFit(FeatureAttack[OutputSolver]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> OutputSolver:
-        """Draws random starts; AttackFailed without a two-layer head. See `Attack.init`."""
+        """Draws random starts; AttackFailed without the gradient of a two-layer head."""
         head = HeadGradient.read(observation)
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]

@@ -1,9 +1,4 @@
-"""The span of a batch's features from the singular vectors of the head's gradient.
-
-Every row of ∂L/∂W is a combination of the batch's features (`_head_gradient`), so its row space is
-their span, exactly, whatever the activation, the weights or the labels. Under noise the leading
-right-singular vectors remain the best estimate of a span of that dimension.
-"""
+"""The span of a batch's features: every row of the head's ∂L/∂W is a combination of them."""
 
 from __future__ import annotations
 
@@ -39,7 +34,7 @@ class SpectralFeatures(DirectAttack):
         """Returns an orthonormal basis (n, d) as features, n the lesser of batch size and d.
 
         The loss is the share of the energy of ∂L/∂W, the hidden weights' gradient, outside the
-        span. An AttackFailed says that it is 0, or the model has no two-layer head.
+        span. An AttackFailed says that ∂L/∂W is 0, or that the model has no two-layer head.
         """
         head = HeadGradient.read(observation)
         if not head.grad_hidden.any():

@@ -7,9 +7,8 @@ P̂ = Σ_j g(w_j) H_2(w_j) ≈ Σ_i r_i ν x_i x_i' gives the span V of the feat
 T̂(V, V, V) = Σ_j g(w_j) H_3(w_j)(V, V, V) gives each of them within it.
 
 Moments Σ_j g_j H_p(w_j) are contracted before they are formed. H_2(w) = w w' - I and H_3(w) = w⊗³ -
-w ⊗~ I (Liu et al., Data Reconstruction Attacks and Defenses, Appendix B); H_4(w) = w⊗⁴ - w w' ⊗~ I
-+ I ⊗~ I, over the 6 and 3 ways to place the indices. By Stein's lemma E[g(w) H_p(w)] = E[∇^p g(w)]
-for standard normal w (their Lemma 3.1).
+w ⊗~ I (their Appendix B); H_4(w) = w⊗⁴ - w w' ⊗~ I + I ⊗~ I, over the 6 and 3 ways to place the
+indices. By Stein's lemma E[g(w) H_p(w)] = E[∇^p g(w)] for standard normal w (their Lemma 3.1).
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ def _fourth_along(g: Tensor, y: Tensor, a: Tensor) -> Tensor:
 
 
 def _cubes(g: Tensor, y: Tensor) -> Tensor:
-    """Computes (1/m) Σ_j g_j y_j⊗³."""
     rank = y.shape[1]
     total = y.new_zeros(rank, rank * rank)
     for part, values in zip(torch.split(y, _CHUNK), torch.split(g, _CHUNK), strict=True):
@@ -196,11 +194,12 @@ class TensorFeatures(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns features (N, d), of length 1 unless `refine` is set.
+        """Returns features (n, d), n the lesser of N and d, of length 1 unless `refine` is set.
 
-        The loss is the relative residual of the decomposition or, with `refine`, the share of the
-        output weights' gradient that is left. An AttackFailed says that the head has not two layers
-        with planted neurons.
+        With `oracle` they are (N, d), and 0 where none was found. The loss is the relative residual
+        of the decomposition or, with `refine`, the share of the output weights' gradient that is
+        left. An AttackFailed says that there is no gradient of a two-layer head with planted
+        neurons.
         """
         head = HeadGradient.read(observation)
         estimates, residual = self._decompose(head, rng)
@@ -378,7 +377,6 @@ def power_method(
 
 
 def _choose_signs(directions: Tensor, head: HeadGradient) -> Tensor:
-    """Gives directions (N, d) the signs under which they explain ∂L/∂A best."""
     # σ(w'x) and σ(-w'x) differ by their odd part, and all of them together fit ∂L/∂A linearly.
     w, b = head.hidden[head.planted].double(), head.bias[head.planted].double()
     outer = head.grad_output[:, head.planted].double()

@@ -121,7 +121,6 @@ class UnrolledSolver(FeatureSolver):
         self.fit, self.has_steps = self._perturb(copies, _SPREAD), True
 
     def _perturb(self, features: Tensor, by: float) -> OutputSolver:
-        """Prepares a fit from `features`, perturbed at random `by` their length."""
         noise = torch.randn(features.shape, generator=self.rng).to(features)
         unit = torch.linalg.vector_norm(features, dim=1, keepdim=True)
         start = features + by * unit * F.normalize(noise, dim=1)

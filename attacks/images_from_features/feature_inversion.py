@@ -62,7 +62,6 @@ class _Told:
 
     @property
     def features(self) -> Tensor | None:
-        """Recovered features (N, d); None if none are wanted."""
         return None if self.recovered is None else self.recovered.features
 
 
@@ -268,7 +267,6 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
 
     @property
     def _pixel_iterations(self) -> int:
-        """Iterations over pixels before the U-Net's."""
         return int(self.pixels_first * self.iterations) if self.prior == "unet" else 0
 
     def _distance(self, counts: list[float]) -> Distance:

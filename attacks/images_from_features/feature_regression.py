@@ -128,7 +128,6 @@ def _features_and_pixels(observation: Observation, images: Tensor) -> tuple[Tens
 
 
 def _small(images: Tensor) -> Tensor:
-    """Averages areas of (N, C, H, W) to sides of `_SIDE` at most."""
     height, width = images.shape[2:]
     sides = _small_sides(height, width)
     return images if sides == (height, width) else F.adaptive_avg_pool2d(images, sides)

@@ -33,8 +33,8 @@ class ImprintAttack(DirectAttack):
     divided. Several local steps move the weights, so that rows drift within a piece: there the two
     rows where pieces meet are compared, as in the paper.
 
-    Images that are alone in their bin are exact, also of a clipped update or several clients.
-    Others come out as their mean, weighted by their part in the gradient.
+    Without noise, images that are alone in their bin are exact, also of a clipped update or several
+    clients. Others come out as their mean, weighted by their part in the gradient.
     """
 
     paper: ClassVar[str] = "Fowl et al., Robbing the Fed, ICLR 2022, equation (5)"
@@ -102,7 +102,6 @@ class _Segmentation(NamedTuple):
     """Squared distance of the rows from their pieces' means, and of the last ones from zero."""
 
     def means(self, rows: Tensor) -> Tensor:
-        """Computes the mean of the `rows` (k, m) in each piece, then a row of zeros."""
         starts = [0, *self.ends]
         pieces = [rows[a:b].mean(0) for a, b in zip(starts, self.ends, strict=False)]
         return torch.stack([*pieces, torch.zeros_like(rows[0])])

@@ -60,7 +60,6 @@ class _SplineGradient:
 
     @staticmethod
     def read(observation: Observation) -> _SplineGradient:
-        """Reads the gradient off an observation, and measures its noise."""
         # Sums over k are the same at all entries j of an image: their differences are noise.
         if observation.model.name != "kan":
             raise AttackFailed(
@@ -191,7 +190,6 @@ class _SplinePixels:
 
     @staticmethod
     def read(spec: ModelSpec, like: Tensor) -> _SplinePixels:
-        """Derives center and scale from the public normalization, typed as `like`."""
         repeat = math.prod(spec.input_shape[1:])
         center, scale = (
             torch.tensor(values).to(like).repeat_interleave(repeat)
@@ -200,11 +198,9 @@ class _SplinePixels:
         return _SplinePixels(center=center, scale=scale)
 
     def squash(self, pixels: Tensor) -> Tensor:
-        """Maps pixels (..., d) in [0, 1] to the splines' points u (..., d)."""
         return ((pixels - self.center) / self.scale).tanh()
 
     def unsquash(self, u: Tensor) -> Tensor:
-        """Maps u (..., d) in [-1, 1] to pixels in [0, 1]."""
         return (self.center + self.scale * u.atanh()).clamp(0, 1)
 
     def deviation(self, of_u: Tensor, at: Tensor) -> Tensor:

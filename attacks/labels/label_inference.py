@@ -174,7 +174,6 @@ def _are_demanded(observation: Observation, labels: Tensor) -> bool:
 
 
 def _last_linear(model: Classifier, observation: Observation) -> str:
-    """Returns the name of the last linear layer of the head that was trained."""
     parts = model.head.named_modules()
     names = [f"head.{name}".rstrip(".") for name, part in parts if isinstance(part, nn.Linear)]
     trained = [
@@ -271,7 +270,6 @@ def _estimate_counts(
 
 
 def _round_counts(estimates: Tensor, slopes: Tensor, images: int, rule: StepRule) -> Tensor:
-    """Rounds the estimates to integers that sum to `images`."""
     kept, spread = 1 - rule.label_smoothing, rule.label_smoothing / len(slopes)
     # slope_k = E[p_k] - n_k / N > -n_k / N bounds the counts from below, but for noise.
     counts = (-images * (slopes + spread) / kept - _SLACK).ceil().clamp_min(0)

@@ -417,9 +417,6 @@ def build_answer(
 ) -> Reconstruction:
     """Returns features that follow from `inputs`; means stand for images that were not found.
 
-    Labels are read off the features if no image is missing. Over several local steps what other
-    inputs than pixels tell is never called determined.
-
     Args:
         observation: the attacked update.
         inputs: inputs found of a layer from which all features follow.

@@ -4,8 +4,6 @@ Kariyappa, Guo, Maeng, Xiong, Suh, Qureshi and Lee, Cocktail Party Attack: Break
 Aggregation-Based Privacy in Federated Learning using Independent Component Analysis, ICML 2023.
 The rows of a layer's gradient are linear combinations of its inputs. Whitened, these are at unit
 vectors of the row space, and those whose entries are least Gaussian are taken for inputs.
-Where these are embeddings, their second half inverts them: pixels descend until the model makes
-such embeddings of them.
 """
 
 from __future__ import annotations
@@ -32,8 +30,6 @@ from fedsim_attacks.layer_inputs._layers import Layer, RowSpace, trace_layers
 
 
 class _Unmixing(AttackState):
-    """The unmixing matrix and what it unmixes."""
-
     def __init__(
         self, observation: Observation, layer: Layer, step_size: float, rng: torch.Generator
     ) -> None:

@@ -1,7 +1,7 @@
 """Features of a batch from the inputs of a layer that are never negative.
 
-Nothing is planted, nothing granted, and there may be more images than classes. The gradient of any
-linear layer, or of a convolution to a single pixel, has the row space of its inputs (`_layers`).
+There may be more images than classes. The gradient of any linear layer, or of a convolution to a
+single pixel, has the row space of its inputs (`_layers`).
 After ReLU these are the extreme rays of a cone in it (`_cone`). What the network computes from them
 are features; behind fully connected layers ReLU's zeros lead back to the images.
 """

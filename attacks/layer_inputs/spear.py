@@ -163,7 +163,6 @@ class _SpearState(AttackState):
         return inputs, float(agree.double().mean().nan_to_num())
 
     def _are_zero(self, combinations: Tensor) -> Tensor:
-        """Says where combinations (c, r) are 0: (c, m)."""
         return (combinations @ self.space.columns.T).abs() < _ZERO * self.space.deviation
 
 

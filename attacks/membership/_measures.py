@@ -1,8 +1,4 @@
-"""Measures how well a client's model, or its update, goes with single examples.
-
-All grow with membership: a client's model knows an example that it was trained on, and its update
-points where the example's gradient does.
-"""
+"""Measures how well a client's model, or its update, goes with single examples."""
 
 from __future__ import annotations
 
@@ -33,10 +29,7 @@ def require_candidates(knowledge: Knowledge) -> MembershipCandidates:
 
 
 def weights_after(seen: Observation, update: Tensors) -> Tensors:
-    """Returns the client's weights, by name, after its `update` of the weights sent in `seen`.
-
-    Weights that the update lacks stay as they were sent.
-    """
+    """Returns the weights sent in `seen`, by name, moved by `update` where it has them."""
     # A gradient is descended at the learning rate; an update is itself the change of weights.
     scale = -seen.training.lr if seen.training.algorithm == "fedsgd" else 1.0
     moved = {name: seen.parameters[name] + scale * change for name, change in update.items()}

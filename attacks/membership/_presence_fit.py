@@ -25,8 +25,6 @@ from fedsim_attacks.membership._measures import AskedExamples, ExampleGradients
 
 @dataclass(frozen=True, kw_only=True)
 class _GaussianFit:
-    """Holds a fit of the model to one vector."""
-
     scores: Tensor
     """(n,) score test of a_i > m_i: g_i' C_i^-1 x / (g_i' C_i^-1 g_i)^(1/2), or 0 where g_i is 0,
     of x = v - Σ m_j g_j and the covariance C_i of v without the term of i."""
@@ -101,8 +99,6 @@ class PresenceFit:
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    """Holds the moments of the examples' coefficients in the mean gradient."""
-
     mean: Tensor
     """(N,) means over presence, too."""
     spread: Tensor

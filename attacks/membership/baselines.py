@@ -116,7 +116,7 @@ class FedMIA(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns the mean statistic over rounds that show two others, as `membership` (N,).
+        """Returns the mean statistic over rounds that show two others or more: `membership` (N,).
 
         An AttackFailed says that there is no such round or no candidate, or that sums were seen.
         """
@@ -141,7 +141,6 @@ class FedMIA(DirectAttack):
         return Reconstruction(membership=torch.stack(found).mean(0), loss=0.0, iterations=0)
 
     def _measure(self, seen: list[Observation], candidates: MembershipCandidates) -> Tensor:
-        """Returns measurements (clients, N) of one round."""
         asked = candidates.inputs, candidates.labels
         if self.measure == "loss":
             return torch.stack(

@@ -130,14 +130,12 @@ def _answer(part: str, shares: Tensor, lost: float) -> Reconstruction:
 
 
 def _as_distribution(shares: Tensor) -> Tensor:
-    """Returns shares (K,) that are positive and sum to 1."""
     # A regression knows no bounds. Where no positive share is left, all classes count alike.
     shares = shares.clamp(min=0)
     return shares / shares.sum() if bool(shares.sum()) else torch.ones_like(shares) / len(shares)
 
 
 def _entries_of(seen: Observation, names: tuple[str, ...]) -> Tensor:
-    """Returns the indices of the entries of the columns `names`."""
     columns = [column.name for column in seen.model.columns]
     if unknown := [name for name in names if name not in columns]:
         raise AttackFailed(f"columns: there is no column {unknown[0]!r} ({', '.join(columns)})")
@@ -183,7 +181,6 @@ class _Estimate:
 
 
 def _of_update(seen: Observation, public: _Public, shadows: int, rng: torch.Generator) -> _Estimate:
-    """Returns the shares of one update."""
     updates, shown = _train(seen, public, shadows, rng)
     mean, center = updates.mean(0), shown.mean(0)
     target = shown - center

@@ -155,7 +155,6 @@ def _train(seen: Observation, pool: _ShadowPool, coins: Tensor, rng: torch.Gener
 
 
 def _shadow_odds(seen: Observation, updates: Tensors, asked: AskedExamples) -> Tensor:
-    """Returns log-odds (S, N) of the labels under the shadows' models."""
     model, images = rebuild(seen).eval(), normalize(asked[0], seen.model)
 
     def logits(update: Tensors) -> Tensor:
@@ -180,7 +179,6 @@ def _moments(each: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_normal(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Returns log densities of normal distributions, up to a common constant."""
     variance = variance.clamp(min=1e-30)
     density: Tensor = -0.5 * ((value - mean).square() / variance + variance.log())
     return density

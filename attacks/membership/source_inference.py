@@ -47,7 +47,8 @@ class SourceInference(DirectAttack):
     ) -> Reconstruction:
         """Returns scores (N, K) as `source` of `more`: N records, and K clients, ascending.
 
-        An AttackFailed says that there are no records, or that nothing tells clients apart.
+        An AttackFailed says that there are no records, that nothing tells clients apart, that all
+        gradients are 0, or that sums show no client's losses.
         """
         records = knowledge.records
         if records is None or not len(records.labels):

@@ -1,8 +1,4 @@
-"""Membership from updates, by asking whether an example's gradient is part of the sum.
-
-The coefficients of candidates in the fit of `fit_presence` tell who took part, from the first round
-on and before anything is overfitted. Scores of several rounds add up.
-"""
+"""Membership from updates, by asking whether an example's gradient is part of the sum."""
 
 from __future__ import annotations
 
@@ -37,7 +33,10 @@ class UpdateMembership(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns `membership` (N,), scores summed over rounds; AttackFailed without candidates."""
+        """Returns scores over all rounds as `membership` (N,), of about unit spread without a part.
+
+        An AttackFailed says that there are no candidates, or that all gradients are 0.
+        """
         candidates = require_candidates(knowledge)
         examples = append_public((candidates.inputs, candidates.labels), knowledge, self.public)
         total = torch.zeros(len(candidates.labels), dtype=torch.float64)

@@ -48,10 +48,7 @@ class _PatchLayer:
 
 
 def _find_patch_layer(model: Classifier, observation: Observation) -> _PatchLayer:
-    """Finds the patch embedding of `model` and its position embedding, or raises AttackFailed.
-
-    The model is put into eval mode, and its observed parameters then require gradients.
-    """
+    """Finds patch and position embedding of `model`, or raises AttackFailed; sets eval mode."""
     model.eval()
     shape = observation.model.input_shape
     # An image whose pixels are their own numbers shows which of them a layer takes.
@@ -167,8 +164,6 @@ _REACH = 0.5  # distance over which the correlation of pixels falls to 1/e, in s
 
 
 class _SolvedPatches(NamedTuple):
-    """Patches that were solved for, and how certain they are."""
-
     values: Tensor  # (P, m): posterior means of the patches' entries
     variances: Tensor  # (P,): posterior variance of a patch's entry, in units of its prior variance
     unexplained: float  # share of the gradient's energy that the patches do not explain
@@ -241,7 +236,8 @@ class PatchInversion(DirectAttack):
     ) -> Reconstruction:
         """Returns the image (1, C, H, W), and its label if the head has a linear layer.
 
-        An AttackFailed says that there are more images, no patch embedding, or mixed entries.
+        An AttackFailed says that there are more images, no gradient of patch and position
+        embedding, mixed entries, or no label to read where the head has such a layer.
         """
         if observation.num_images > 1:
             raise AttackFailed(
@@ -286,7 +282,6 @@ class PatchInversion(DirectAttack):
 
 
 def _centers(layer: _PatchLayer, model: ModelSpec) -> Tensor:
-    """Computes the centers (P, 2) of patches, in sides of an image."""
     _, height, width = model.input_shape
     place = layer.pixels % (height * width)
     where = torch.stack([(place // width).double() / height, (place % width).double() / width], -1)
