@@ -47,7 +47,6 @@ def _check_features(features: Tensor, what: str) -> None:
 
 
 def _feature_cosine(reconstruction: Tensor, truth: Tensor) -> Tensor:
-    """Returns the cosine of each pair of features (N, d): (N,) in [-1, 1], 0 where one is zero."""
     return F.cosine_similarity(reconstruction.double(), truth.double(), dim=1, eps=1e-30)
 
 
@@ -224,7 +223,10 @@ class Features(Target):
         return TargetGuess(metrics=self.guessed_from(public, true))
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns {`feature_cosine`: chances of guesses to reach each}; empty without a `guess`."""
+        """Returns {`feature_cosine`: chances of a public image's features to reach each level}.
+
+        It is empty for a table, for a failed attack, or where `guess` returns None.
+        """
         true, guesser = self.truth_of(request.truth), aid_of(aids).guesser
         if true is None or request.found is None or request.found.features is None:
             return {}

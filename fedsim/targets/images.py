@@ -196,7 +196,7 @@ class Images(Target):
         """Scores a checked answer, matched to the truth by least total squared error.
 
         A true image without a match counts as answered by the aid's `fill` or, without one, is
-        left out and counted in `missing`.
+        left out and counted in `missing`. A KeyError says that no images were recorded.
         """
         aid = aid_of(aids)
         true, answer = truth.tensors()["images"].detach().cpu(), answer.detach().cpu()
@@ -231,7 +231,7 @@ class Images(Target):
         )
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns {`psnr`: chances of a public image to reach each PSNR}; empty without any."""
+        """Returns {`psnr`: chances of a public image at each level}; empty without, or for rows."""
         guesser, true = aid_of(aids).guesser, self.truth_of(request.truth)
         if not isinstance(guesser, Guesser) or true is None:
             return {}
@@ -239,7 +239,7 @@ class Images(Target):
         return {PSNR.name: replace(found, answers=count_answers(request, self, len(true)))}
 
     def filling(self, true: Tensor, aids: Aids) -> Tensor:
-        """Returns the mean public image (C, H, W) in [0, 1] of `aids`, for a missing answer."""
+        """Returns the mean public image (C, H, W); an AssertionError if `aids` have none."""
         fill = aid_of(aids).fill
         assert fill is not None  # only a run, which has public images, saves answers
         return fill
@@ -248,8 +248,7 @@ class Images(Target):
 class RankedImages(Images):
     """Serves as base of targets that score answered images by metrics of their own.
 
-    A subclass states `part`, `metrics` and `leaks`. Its first metric ranks attacks in the place of
-    `Images`.
+    A subclass states `part`, `metrics` and `leaks`. Its first metric ranks attacks, not `Images`.
     """
 
     order: ClassVar[float] = -1.0

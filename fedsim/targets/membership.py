@@ -192,7 +192,7 @@ class Membership(Target):
 
     @property
     def truth_name(self) -> str:
-        """Name, `members`, of the truth's tensor on rows that took part; else see `truth_of`."""
+        """Name of the truth's tensor, `members`; that of a client's candidates comes before it."""
         return "members"
 
     def truth_of(self, truth: Truth) -> Tensor | None:
@@ -203,7 +203,10 @@ class Membership(Target):
     def tensors_to_save(
         self, found: Reconstruction, truth: Truth, assignments: Mapping[str, list[int]], aids: Aids
     ) -> dict[str, Tensor]:
-        """Returns `membership` (N,), and the truth by the key of `read_saved`; else empty."""
+        """Returns scores `membership` (N,) and the truth, (N,) bool, by the key of `read_saved`.
+
+        It is empty if either is missing.
+        """
         saved = super().tensors_to_save(found, truth, assignments, aids)
         if saved and CANDIDATE_MEMBERS in truth.tensors():
             # A truth of "members" would be read back as one of rows.
@@ -236,13 +239,13 @@ class Membership(Target):
         _refuse_unlike(truth)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the metrics of tossing a coin; None if the truth has no candidates."""
+        """Returns the metrics of tossing a coin, some None; None itself without candidates."""
         if self.truth_of(request.truth) is None:
             return None
         return TargetGuess(metrics={metric.name: metric.uninformed for metric in self.metrics})
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns another update's scores (M,) for this one's N candidates, repeated if M < N."""
+        """Returns N of another update's scores (M,), repeated if M < N, for these N candidates."""
         # The scores are of other rows and should tell nothing about these, which makes the control.
         true = self.truth_of(truth)
         assert true is not None
@@ -284,7 +287,8 @@ def _refuse_unlike(truth: Truth) -> None:
 def blind_p_value(inputs: Tensor, labels: Tensor, members: Tensor) -> float:
     """Returns the p-value of the hypothesis that coins alone tell members (N,) bool from others.
 
-    It is 1 for fewer than 40 candidates, or where a half has no member or no other.
+    Each half of the candidates tests a fit to the other, and twice the smaller p-value is returned,
+    at most 1. A half without members or others has 1, and so have fewer than 40 candidates.
     `inputs` are (N, ...), and `labels` (N,) int64.
     """
     if len(members) < _LEAST:
@@ -317,7 +321,6 @@ def _features(inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def _fit(shown: Tensor, members: Tensor) -> Tensor:
-    """Returns the weights (k,) of a ridge regression of the coins."""
     gram = shown.T @ shown
     ridge = 0.1 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
     # Features have mean 0, so that coins of ±1/2 need no intercept.

@@ -46,7 +46,6 @@ def _row_error(claimed: Tensor, truth: Tensor) -> Tensor | Unavailable:
 
 
 def _row_cosine(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Returns the cosine (N,) of claimed and true rows (N, d), in [-1, 1]; 0 if one is zero."""
     return F.cosine_similarity(claimed, truth, dim=1, eps=1e-30)
 
 
@@ -152,7 +151,10 @@ class Rows(Target):
         return TargetScores(values=values)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the score of guessing a row as the mean of the others; None without a release."""
+        """Returns the score of guessing a row as the mean of the others; None without a release.
+
+        A row without others is guessed as zeros; without any row there are no metrics.
+        """
         members = self.truth_of(request.truth)
         if members is None:
             return None
@@ -212,7 +214,6 @@ def _columns_recovered(pair: ScoredPair) -> Tensor:
 
 
 def _record_error(claimed: Tensor, truth: Tensor) -> MetricValue:
-    """Returns the mean absolute difference of entries (N, D) on [0, 1], by record: (N,)."""
     return (claimed.double() - truth.double()).abs().mean(1)
 
 

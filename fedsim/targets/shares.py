@@ -25,7 +25,6 @@ def class_share_error(claimed: Tensor, truth: Tensor) -> float:
 
 
 def _shares_of(labels: Tensor, classes: int = 0) -> Tensor:
-    """Returns the shares (K,) of the classes in `labels`, of at least `classes` classes."""
     return torch.bincount(labels.cpu(), minlength=classes).double() / len(labels)
 
 
@@ -43,7 +42,6 @@ class _Shares(Target):
     works: ClassVar[float | None] = 0.1
 
     def prepare(self, resources: Resources) -> Any:
-        """Returns the shares (K,) of the classes of public examples; None where there are none."""
         guesser = resources.guesser
         return None if guesser is None else _shares_of(guesser.public_labels())
 
@@ -76,12 +74,15 @@ class ClassShares(_Shares):
         return _shares_of(labels)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Raises a ScoringError unless `answer` is (K,) shares, which sum to 1 within 0.001."""
+        """Raises a ScoringError unless `answer` is (K,) shares >= 0 that sum to 1 within 0.001."""
         if answer.ndim != 1 or not _are_distributions(answer):
             raise ScoringError("class_shares: expected a share of each class, (K,), that sum to 1")
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the score of public data's shares, or equal ones; None if none were answered."""
+        """Returns the score of public data's shares, or equal ones; None if none were answered.
+
+        The error is missing where the true labels are not recorded.
+        """
         answer = None if request.found is None else self.answer_of(request.found)
         if answer is None:
             return None
@@ -149,7 +150,7 @@ class ClientClassShares(_ClientMeans):
             )
 
     def leave(self, batch: Truth, held: HeldExamples) -> Tensor | None:
-        """Returns the shares (1, K) of classes in all that a client holds; None without labels."""
+        """Returns the shares (1, K) of classes in all that a client holds; None without classes."""
         if "labels" not in batch.tensors() or not held.classes:
             return None
         return _shares_of(held.labels, held.classes)[None]

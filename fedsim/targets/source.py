@@ -184,7 +184,8 @@ class Source(Target):
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
         """Returns the accuracy that records' classes alone give, at least 1 / K, and advantage 0.
 
-        Without recorded records both are None. The result is None if the attack named no client.
+        Other metrics are None, and these two as well without recorded records. None in place of a
+        result says that the attack named no client.
         """
         answer = None if request.found is None else self.answer_of(request.found)
         if answer is None:
@@ -197,7 +198,10 @@ class Source(Target):
         return TargetGuess(metrics=values)
 
     def borrow(self, answer: Tensor, pairs: list[int], truth: Truth) -> Tensor:
-        """Returns another watcher's scores as (N, K), repeated if it has fewer of either."""
+        """Returns another watcher's scores for this one's N records, repeated if they are fewer.
+
+        Clients are repeated, too, up to the largest true one. `pairs` is not read.
+        """
         true = self.truth_of(truth)
         assert true is not None
         # Another run may have fewer clients, and no true client may lie beyond the scores.
