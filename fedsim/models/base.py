@@ -202,7 +202,7 @@ def build(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> 
 def size_of(spec: ModelSpec, defenses: Sequence[ModelDefense] = ()) -> size.Size | None:
     """Counts the memory of the model that `build` would make; None if it cannot be counted.
 
-    Errors are those of `build`, but for want of memory.
+    Errors are those of `build`, but not for want of memory or for rows that no such model takes.
     """
     return _count_size(_load_plugin(spec), spec, defenses)
 
@@ -227,8 +227,7 @@ def _construct(
     model = plugin.build(spec.input_shape, spec.num_classes)
     if plugin.imprint:
         model.imprint = Imprint(plugin.imprint, spec.input_shape)
-    # Defenses draw last, so that the weights of the model itself are the same with and without
-    # them.
+    # Defenses draw last, so that the model's own weights are the same with and without them.
     for defense in defenses:
         features = feature_size(model.body, spec.input_shape)
         model.install(*defense.wrap(model.body, model.head, features))

@@ -1,8 +1,7 @@
 """Defines the classifier's head: one linear layer, or the two-layer head of feature attacks.
 
 A malicious server plants weights in it, or in an imprint module. With `observe.plant` it trains an
-honest model (`build_honest`), and plants only in the weights that it sends with a probe
-(`plant_neurons`).
+honest model, and plants only in the weights that it sends with a probe.
 """
 
 from __future__ import annotations
@@ -103,7 +102,10 @@ def plants(model: Classifier) -> bool:
 
 
 def build_honest(spec: ModelSpec, seed: int, defenses: Sequence[ModelDefense] = ()) -> Classifier:
-    """Builds the model of `spec` as `base.build` does, with all of its neurons but none planted."""
+    """Builds the model of `spec` as `base.build` does, with all of its neurons but none planted.
+
+    An imprint module passes images unchanged. Errors are those of `base.build`.
+    """
     if spec.parameters.get("head"):
         # The width stays, so that its weights fit the model that is probed.
         head = {**spec.parameters["head"], "planted": 0}
@@ -118,13 +120,13 @@ def plant_neurons(model: Classifier, parameters: Tensors, seed: int) -> dict[str
     """Returns all `parameters`, by the model's names, with the server's neurons planted by `seed`.
 
     Layers with such neurons are copies, on the CPU; `model` and the tensors given stay as they are.
+    If these do not fit the model's planted layers, a RuntimeError says so.
     """
     values = dict(parameters)
     with rng.global_stream(seed):
         for name, part in model.named_children():
             if isinstance(part, TwoLayerHead | Imprint):
-                # The model itself stays as it is; weights that `plant` leaves alone have to be
-                # those given.
+                # The model stays as it is; weights that `plant` leaves alone are those given.
                 part = deepcopy(part)
                 state = {n: t for n, t in parameters.items() if n.startswith(f"{name}.")}
                 part.load_state_dict({n.removeprefix(f"{name}."): t for n, t in state.items()})

@@ -72,14 +72,12 @@ class Imprint(nn.Module):
         config, size = self.config, self.hidden.in_features
         self.hidden.weight.fill_(config.scale / size)
         brightness = NormalDist(sigma=config.std)
-        # Quantiles make bins equally likely, so that most images of a batch are alone in theirs if
-        # bins outnumber them.
+        # Quantiles make bins equally likely: most images are alone if bins outnumber them.
         quantiles = [brightness.inv_cdf(i / config.bins) for i in range(1, config.bins)]
         thresholds = torch.tensor([_BELOW_ALL * config.std, *quantiles])
         self.hidden.bias.copy_(-config.scale * thresholds)
         pattern = torch.randn(size, 1) * (config.gain / (config.bins * config.scale))
-        # All columns are equal, so that an image enters every row that it passes with the same
-        # factor g.
+        # All columns are equal: an image enters every row that it passes with the same factor g.
         self.output.weight.copy_(pattern.expand_as(self.output.weight))
 
     @torch.no_grad()

@@ -69,8 +69,7 @@ class KAN(ModelPlugin):
         if self.head is not None:
             return Classifier(body, make_head(self.head, width, num_classes))
         if self.train == "first":
-            # An attacker who rebuilds the model knows no seed of the run, and no release holds this
-            # layer.
+            # An attacker who rebuilds it knows no seed of the run, and no release holds this layer.
             stream = rng.generator(self.second_layer_seed, "kan", "second layer")
             fixed = torch.randn(num_classes, width, generator=stream)
             return Classifier(body, _FixedReadout(self.init_scale * fixed))
@@ -116,8 +115,7 @@ def spline_basis(x: Tensor, degree: int, intervals: int) -> Tensor:
     Guide to Splines, Springer 1978, chapter X (the recursion of Cox and de Boor).
     """
     position = (x + 1) * (intervals / 2)  # in units of a piece, 0 to `intervals`
-    # The piece is constant almost everywhere: it carries no gradient. The clamp closes the last
-    # one.
+    # The piece is constant almost everywhere: no gradient. The clamp closes the last one.
     piece = position.detach().floor().clamp(0, intervals - 1)
     # knot j lies at j - degree; of degree 0 there are functions for all pieces that reach in
     start = torch.arange(-degree, intervals + degree, device=x.device, dtype=x.dtype)

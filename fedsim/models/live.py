@@ -41,7 +41,7 @@ _models: dict[str, Classifier] = {}
 
 
 def keep(model: Classifier, kind: str) -> str:
-    """Keeps `model`, of a class called `kind`; returns the name by which `again` copies it."""
+    """Keeps `model` itself, of class name `kind`; returns the name by which `again` copies it."""
     name = f"{_PREFIX}{kind}-{next(_numbers)}"
     _models[name] = model
     return name
@@ -77,14 +77,14 @@ def take_apart(
 ) -> tuple[Classifier, Mapping[str, str]]:
     """Returns a copy of `model` as body and head, and the model's tensor names -> the copy's.
 
-    The head is the linear layer of `classes` outputs that is called last, if the model returns its
-    output or the log-softmax of it (cross-entropy is the same for both). Otherwise it is a part of
-    several layers that is linear as a whole, such as a layer with a low-rank layer beside it. A
-    model without either is all body, and its head the identity. The copy has no dropout and
-    computes in float32; what it still draws is the same each time (`is_random`).
+    The head is the linear layer of `classes` outputs whose output, or the log-softmax of it, is
+    what the model returns. Otherwise it is a part of several layers that is linear as a whole, such
+    as a layer with a low-rank layer beside it. A model without either is all body, and its head the
+    identity. The copy is in float32 without dropout; what it still draws is the same each time.
 
     Args:
-        model: Takes (B, C, H, W) and returns logits (B, K), or something with `logits`.
+        model: Takes (B, C, H, W) and returns logits (B, K), something with `logits`, or a tuple
+            that begins with them. What `copy.deepcopy` cannot copy is a TypeError.
         input_shape: (C, H, W).
         classes: K, the number of classes.
         head: Name of the head's layer; None looks for it as above.
@@ -121,8 +121,7 @@ def take_apart(
             f"head: {head} is no linear layer with {classes} outputs of the model, or its weight "
             "is made of others (weight_norm); name one that is, or none"
         )
-    # A candidate is the head if body and head together still answer as the whole did, at weights in
-    # general position.
+    # The head is a candidate with which body and head answer as the whole did, at moved weights.
     with _move_weights(own), torch.no_grad():
         expected = whole.eval()(probe)
         for layer in [head] if head else _head_candidates(own, called, classes):
@@ -168,8 +167,7 @@ def find_unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]
     logits = _answer(model, images.clone())  # no leaf, so that they may be written to
     if not logits.requires_grad:
         raise FedsimError("model: its own code cuts all gradients, so that it has no update")
-    # One backward pass tells it for all: with `allow_unused` the gradient of an unused tensor is
-    # None.
+    # One backward pass tells it for all: the gradient of an unused tensor is None.
     of_images, *found = torch.autograd.grad(logits.sum(), wanted, allow_unused=True)
     model.load_state_dict(before, strict=False)
     if isinstance(model.body, _Logits):
@@ -178,15 +176,11 @@ def find_unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]
 
 
 class _Hardsigmoid(nn.Module):
-    """Computes `nn.Hardsigmoid` by operations that can be differentiated twice."""
-
     def forward(self, inputs: Tensor) -> Tensor:
         return F.relu6(inputs + 3) / 6
 
 
 class _Hardswish(nn.Module):
-    """Computes `nn.Hardswish` by operations that can be differentiated twice."""
-
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs * F.relu6(inputs + 3) / 6
 

@@ -1,9 +1,8 @@
 """Trains on a client's data as a pure, differentiable function of these data.
 
-The learner runs it to make an update; an attack runs the very same function on candidate images, so
-that at the true images the attack's objective is exactly zero. `local_updates` trains many clients
-at once: a small network leaves a processor waiting for the next operation, so K clients take each
-step as one operation on weights that are stacked along a first axis.
+An attack runs the very function that the learner runs, on candidate images: at the true ones its
+objective is exactly zero. `local_updates` trains many clients at once, on stacked weights: a small
+network alone leaves a processor waiting for the next operation.
 """
 
 from __future__ import annotations
@@ -187,10 +186,9 @@ def local_update(
         direction: One step's gradient as a function of (parameters, images, labels), or what a
             defense makes of it, by the parameters' names.
         parameters: Global weights.
-        batches: (normalized images, labels), one per step; under fedsgd exactly one, else a
-            ValueError.
+        batches: (normalized images, labels) of each step; fedsgd has one, else a ValueError.
         training: See `LocalTraining`; momentum follows torch.optim.SGD: v ← μ v + g, θ ← θ - lr v.
-            Its `steps` are not read: `batches` count them.
+            Its `steps` are not read. More batches than `rule.rates` has are an IndexError.
     """
     if training.algorithm == "fedsgd":
         ((images, labels),) = batches
@@ -248,8 +246,7 @@ def _ruled_update(
                 second[name] = squares
                 # The slope of a root at 0 is infinite.
                 root = (squares / (1 - beta**count) + _TINY).sqrt() + rule.eps
-                # Both averages start at zero; dividing by 1 - β^t corrects the bias (Kingma and Ba
-                # 2015, algorithm 1).
+                # Both averages start at 0: 1 - β^t corrects that (Kingma and Ba 2015, algorithm 1).
                 moved = first[name] / (1 - momentum**count) / root
             if decoupled:
                 weight = (1 - lr * rule.weight_decay) * weight
@@ -337,8 +334,7 @@ def local_updates(
         model: Computes the loss; it is put into the mode of `training`.
         parameters: (K, ...) weights by name, from which client k's `local_update` starts.
         buffers: Buffers by name, the same for all clients.
-        batches: One per step: normalized images (K, B, ...), and labels (K, B) or probabilities
-            (K, B, C).
+        batches: One per step: normalized images (K, B, ...), labels (K, B) or shares (K, B, C).
         training: Training of each client, as `LocalTraining` describes it.
 
     Raises:

@@ -119,7 +119,6 @@ def check_batch(size: Size | None, key: str, images: int, device: torch.device) 
 
 
 def _activation_bytes(model: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Returns the bytes of all layers' outputs for one image."""
     total = 0
 
     def count(_: nn.Module, __: object, output: object) -> None:

@@ -106,8 +106,6 @@ class _Body(nn.Module):
 
 
 class _PatchEmbedding(nn.Module):
-    """Embeds the patches of images: (B, C, H, W) -> (B, patches, width)."""
-
     def __init__(self, channels: int, patch: int, width: int) -> None:
         super().__init__()
         self.proj = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
@@ -118,8 +116,6 @@ class _PatchEmbedding(nn.Module):
 
 
 class _TransformerBlock(nn.Module):
-    """Self-attention and two layers, each added to what it was computed from."""
-
     def __init__(self, config: ViT) -> None:
         super().__init__()
         self._before = config.norm == "pre"
@@ -160,8 +156,6 @@ class _Attention(nn.Module):
 
 
 class _Layers(nn.Module):
-    """Two linear layers with GELU between them."""
-
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, hidden)
