@@ -19,7 +19,6 @@ class _WorkQueue:
     """A thread that works off what comes; safe to use from several threads."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        """Starts no thread before there is work; at most `most_bytes` wait (see `later`)."""
         self._most = most_bytes
         self._thread = 0
         """Id of the thread that works, once it has started."""
@@ -33,7 +32,6 @@ class _WorkQueue:
         self._thread = threading.get_ident()
 
     def later(self, job: Callable[[], None], size: int = 0) -> None:
-        """Runs `job`, which holds `size` bytes and reports its own failures, in another thread."""
         jobs = [job]
 
         def work() -> None:
@@ -53,7 +51,6 @@ class _WorkQueue:
             future.add_done_callback(self._waiting.pop)
 
     def finish(self, stalled: float | None = None) -> None:
-        """Waits until all jobs are done, or for `stalled` seconds without a finished job."""
         # The thread itself must not be held up, where a job or a finalizer asks for its end.
         if threading.get_ident() == self._thread:
             return
@@ -76,7 +73,10 @@ def later(job: Callable[[], None], size: int = 0) -> None:
 
 
 def finish(stalled: float | None = None) -> None:
-    """Waits until `later`'s jobs are done, or none ended for `stalled` seconds (None: no limit)."""
+    """Waits until `later`'s jobs are done, or none ended for `stalled` seconds (None: no limit).
+
+    Called by such a job, it returns at once.
+    """
     _behind.finish(stalled)
 
 

@@ -83,7 +83,7 @@ class Exchange(BaseModel):
     """Numbers and texts of what the server sent: name of a record -> key -> value. Of a Flower app
     there are up to 200 records of 200 entries, and texts of 200 characters."""
     metrics: dict[str, dict[str, Any]]
-    """Numbers and texts of the answer, alike."""
+    """Numbers and texts of the answer, by record and key as in `config`."""
     path: Path = Field(default=Path(), exclude=True)
     """File that this exchange was read from."""
 
@@ -154,7 +154,7 @@ class Recorder:
             self._parts = {kind: parts for kind, parts in found.items() if parts is not None}
 
     def wants(self, round: int, node_id: int) -> bool:
-        """Returns whether to record a node's exchange; if so, the node is one of the `clients`."""
+        """Returns whether to record a node's exchange; if so, it takes a place of the `clients`."""
         # Asked first, so that nodes of other rounds take none of the places.
         if self._rounds is not None and round not in self._rounds:
             return False
@@ -189,7 +189,9 @@ class Recorder:
         config: ToldValues,
         metrics: ToldValues,
     ) -> None:
-        """Writes one answer; without room, or if it is the node's second, counts it as left out.
+        """Writes an answer; without room, or as the node's second in a round, it is left out.
+
+        What is left out is counted in tap.json.
 
         Args:
             reply: Arrays that the client answered, by the app's names.
@@ -203,6 +205,7 @@ class Recorder:
         Raises:
             FedsimError: safetensors cannot hold an array.
             OSError: the answer cannot be written.
+            ValidationError: `round`, `node_id` or `broadcast` is out of range (pydantic's).
         """
         base = self._round(round) / f"node-{node_id}"
         # The JSON is written last: where it is, the whole answer is.
@@ -242,7 +245,10 @@ class Recorder:
                     self._describe()
 
     def leave_out(self, reason: str) -> bool:
-        """Counts in tap.json a message that is not recorded; returns whether `reason` is new."""
+        """Counts in tap.json a message that is not recorded; returns whether `reason` is new.
+
+        Reasons beyond 100 are counted as one, `other reasons`.
+        """
         if reason not in self._left_out and len(self._left_out) >= _REASONS:
             reason = _OTHER
         self._left_out[reason] = self._left_out.get(reason, 0) + 1
@@ -278,7 +284,6 @@ class Recorder:
 
 
 def _serialize(arrays: Arrays) -> bytes:
-    """Returns `arrays` as the bytes of a safetensors file; a FedsimError if it cannot hold them."""
     for name, array in arrays.items():
         if array.dtype not in _TYPES:
             raise FedsimError(f"{name[:40]!r}: {array.dtype} cannot be recorded")
@@ -323,7 +328,7 @@ def read_exchanges(folder: Path) -> list[Exchange]:
 
 
 def digest_of(exchanges: Sequence[Exchange]) -> str:
-    """Returns a SHA-256 in hex of the exchanges' rounds, nodes, ids and tensors, in any order."""
+    """Returns a SHA-256 in hex of rounds, nodes, ids and tensors, whatever the exchanges' order."""
     # Ids of messages are unique, so that two runs with equal tensors differ, too.
     said = sorted((e.round, e.node_id, e.message_id, e.broadcast, e.reply) for e in exchanges)
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
@@ -350,13 +355,15 @@ def run_folder(out: Path, run: int | None = None) -> Path:
 
 
 def left_out(folder: Path) -> list[str]:
-    """Returns lines `REASON: n messages` on what a tap left out; FedsimError without a tap.json."""
+    """Returns lines `REASON: n messages` on what a tap left out of a run, in order of appearance.
+
+    A FedsimError says that tap.json is missing or damaged.
+    """
     behind.finish()
     return [f"{reason}: {number_of(n, 'message')}" for reason, n in _count_left_out(folder).items()]
 
 
 def _count_left_out(folder: Path) -> dict[str, int]:
-    """Returns reason -> how many messages of a run a tap left out."""
     path = folder / _TAP
     try:
         reasons = json.loads(paths.text(path, paths.TEXT)).get("left_out", {})
@@ -415,7 +422,7 @@ class DeployedPart(BaseModel):
     name: str = Field(max_length=LONGEST)
     """Import name of its class or function."""
     settings: dict[str, PlainValue] = {}
-    """Public attribute, of 200 at most -> `plain_value` or up to 200 texts; others are left out."""
+    """Setting -> `plain_value`, or up to 200 texts of 200 characters; others are left out."""
 
     def number(self, key: str) -> float | None:
         """Returns `key` as a finite number, or None; an int over 1e308 is an OverflowError."""
@@ -431,7 +438,10 @@ class DeployedPart(BaseModel):
 
 
 def describe_part(live: Any, extra: Mapping[str, Any] | None = None) -> DeployedPart:
-    """Returns the description of a mod, filter or strategy; `extra` settings win over its own."""
+    """Returns the description of a mod, filter or strategy; `extra` settings win over its own.
+
+    Settings are public attributes among its first 200, with names cut to 200 characters.
+    """
     # A function has a name of its own, an object that of its class.
     named = live if hasattr(live, "__qualname__") else type(live)
     given = {**getattr(live, "__dict__", {}), **(extra or {})}
@@ -446,7 +456,7 @@ def describe_part(live: Any, extra: Mapping[str, Any] | None = None) -> Deployed
 
 
 def plain_value(value: object) -> bool | int | float | str | None:
-    """Returns a number (NaN and ±∞ as text), truth value or text (of 200 characters), else None."""
+    """Returns a number (NaN and ±∞ as text), truth value or text cut to 200 characters, or None."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, bool | int | float):

@@ -55,8 +55,6 @@ GLOBAL = "global.safetensors"
 """Name of the file of a round's global weights, beside the round's observations."""
 _PUBLIC = "public.safetensors"
 _TORN = ".writing-"
-
-
 _TENSORS = ("update", "buffers_update", "parameters", "buffers")
 """Fields of an observation that are safetensors files; all others are in the JSON beside them."""
 
@@ -64,8 +62,7 @@ _TENSORS = ("update", "buffers_update", "parameters", "buffers")
 def _sidecar_fields() -> Iterator[tuple[str, Any]]:
     """Yields name, type and default of each field of the JSON beside a recorded update."""
     yield "format", (Literal[1], 1)
-    # Read from the class, so that a new field with a default is recorded, and old files stay
-    # legible.
+    # Read from the class: a new field with a default is recorded, and old files stay legible.
     hints = get_type_hints(Observation, localns={"Tensor": Tensor})
     for field in fields(Observation):
         if field.name == "spec":
@@ -358,8 +355,7 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: b
                 file.write(content)
                 file.flush()
                 if durable:
-                    # Before the rename: a crash could otherwise leave the name with no content
-                    # behind it.
+                    # Before the rename: a crash could else leave the name without content.
                     os.fsync(file.fileno())
             temporary.replace(path)
         # Ctrl-C leaves no torn file either.

@@ -76,12 +76,14 @@ def forget_truth(root: Path, id: str, client: int) -> None:
 
 
 def owner(root: Path) -> int | None:
-    """Returns whose truth, by client from 0, is below `root`, or None; FedsimError for several."""
+    """Returns the client (from 0) whose truth is below `root`; None: no truth.
+
+    A FedsimError refuses truth of several clients.
+    """
     numbers: set[str] = set()
     for path in _files(root):
         of_folder = _SEEN_ALONE.match(path.parent.name)
-        # The folder names a client as well: truth of another one in it would be scored as this
-        # one's.
+        # The folder names a client, too: truth of another in it would be scored as this one's.
         numbers |= {path.stem.removeprefix("client-"), *(of_folder.groups() if of_folder else ())}
     if len(numbers) > 1 or not all(map(str.isdecimal, numbers)):
         raise FedsimError(
@@ -160,7 +162,6 @@ def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
 
 
 def _join_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenates the truth of several clients; a tensor that one of them lacks is left out."""
     tensors: dict[str, Tensor] = {}
     for name, first in parts[0].items():
         values = [part[name] for part in parts if name in part]
@@ -223,7 +224,6 @@ _SAME = ("scored", "classes", "columns")
 
 
 def _is_truth(part: Mapping[str, Tensor]) -> bool:
-    """Returns whether the tensors are what `save_truth` writes, of images or of rows."""
     if "rows" in part:
         rows, members = part["rows"], part.get("members")
         if members is None or "scored" not in part or rows.ndim != 2:
