@@ -117,8 +117,7 @@ class ServerTap(FLComponent):  # type: ignore[misc]
     def __init__(self, out: str, max_gib: float = 8.0) -> None:
         """Makes a component for the server of a job, which records in `out/run-<run_id>`.
 
-        A message that would make its files exceed `max_gib` GiB is left out, and counted in
-        `tap.json`.
+        A message that would make its files exceed `max_gib` GiB is only counted, in `tap.json`.
         """
         super().__init__()
         # NVFlare writes a component's arguments to the job, from attributes of the same names.
@@ -153,8 +152,7 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
         """Makes a filter of a client's results.
 
         Args:
-            out: Folder in which `run-<run_id>` gets what is received and answered; None to record
-                neither.
+            out: Folder in which `run-<run_id>` gets what is received and answered; None: neither.
             witnessed: Folder in which `run-<run_id>` gets the images and labels that the client
                 trains on, for an auditor; None to keep nothing.
             max_images: Maximum number of distinct images kept of one task; others are counted.

@@ -57,8 +57,7 @@ def run(
         scenario: Path of a scenario file, its content as plain values, or a `Scenario`.
         out: The folder to fill, which the returned `Run` reads; None: `runs/<name>` of the working
             directory. A sweep gives each variant a folder in it.
-        overrides: `a.b=value` assignments to a file's keys, as with `--set`; only a path takes
-            them.
+        overrides: `a.b=value` assignments to a file's keys; only a path takes them.
         resume: Whether to continue what an interrupted run of the same scenario left in `out`.
         workers: Number of processes that attack; None: cores / threads of the scenario (one on a
             GPU). Results do not depend on it.
@@ -79,8 +78,7 @@ def run(
     paths.writable_folder(root, "--out")
     with ExitStack() as until_the_end:
         with acceptance.locate_errors(document):
-            # All variants are accepted before any is run: the last one must not be refused after
-            # hours.
+            # All variants are accepted before any is run: none must be refused after hours.
             executions = []
             for number, variant in enumerate(variants):
                 folder = root / variant.label if variant.label else root
@@ -126,14 +124,12 @@ def collect(
 
     Args:
         folder: Folder of a run whose clients were nodes, which the returned `Run` reads.
-        homes: Folders of nodes, or copies of them; if empty, those that `fedsim up` keeps below
-            `folder`.
+        homes: Folders of nodes, or copies; if empty, those that `fedsim up` keeps below `folder`.
         workers: Number of processes that attack; None: as in `run`.
         quiet: Whether to show no progress.
 
     Raises:
-        FedsimError: `folder` is no deployed run, another run is at work in it, or a home cannot be
-            read.
+        FedsimError: `folder` is no deployed run, another run works in it, or a home is unreadable.
         RunFailed: the work failed; another call continues it.
     """
     root = Path(folder)
@@ -269,8 +265,7 @@ class _Execution:
                 )
         record.write_lines(
             path,
-            # In canonical order, so that an interrupted run leaves the same file as one in a single
-            # go.
+            # In canonical order, so that an interrupted run leaves the same file as any other.
             sorted(latest.values(), key=lambda row: (stacks.index(row["defense"]), row["round"])),
         )
 
@@ -299,8 +294,7 @@ class _Execution:
         )
         on_result = stages.writer_of(path, context.row, display)
         for job, seen in pending:
-            # Training is over, so that a recording which is not there will not come: the row says
-            # why.
+            # Training is over: a recording that is not there will not come, and the row says why.
             if job.observation.exists():
                 continue
             on_result(job, self._without_recording(seen))
@@ -407,8 +401,7 @@ class _Execution:
         stages.attack(
             [_job(entries[label], path) for label, path in asked],
             replace(self._setting(), root=folder),
-            # These attacks have no rows: controls are scored from the reconstructions that they
-            # write.
+            # These attacks have no rows: controls are scored from what they reconstruct.
             lambda job, result: display.advance(job.title),
             display,
             workers=workers,

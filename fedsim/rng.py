@@ -95,8 +95,7 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
         drawn = torch.rand(
             tuple(shape), generator=generator, dtype=torch.float64, device=generator.device
         )
-        # `rand` draws multiples of 2^-53 from 0 on; half a step more keeps out 0, whose log is
-        # infinite.
+        # `rand` draws multiples of 2^-53; half a step more keeps out 0, whose log is infinite.
         return (drawn + 2.0**-54).clamp_(max=_BELOW_ONE)
     count = math.prod(shape)
     # The upper 53 of 64 bits: as many as a float64 holds exactly.
@@ -149,8 +148,7 @@ def _mersenne_state(material: bytes) -> Tensor:
     digest = hashlib.shake_256(b"fedsim stream\0" + material).digest(4 * _WORDS)
     words = np.frombuffer(digest, "<u4")
     state = np.frombuffer(_fresh_state(), dtype=np.uint8).copy()
-    # The other bytes say that no word is left, so that the first draw twists these before any
-    # shows.
+    # The other bytes say that no word is left: the first draw twists these before any shows.
     state[_STATE] = words.astype("<u8").view(np.uint8)
     return torch.from_numpy(state)
 
@@ -169,8 +167,7 @@ def digest(*parts: Tensors) -> str:
     """
     found = hashlib.sha256()
     for part in parts:
-        # Lengths, names, types and shapes are hashed too, so that different inputs never hash as
-        # the same bytes.
+        # Lengths, names, types and shapes are hashed: other inputs never hash as the same bytes.
         found.update(f"{len(part)}\n".encode())
         for name in sorted(part):
             value = part[name].detach().cpu().contiguous()

@@ -31,8 +31,7 @@ Watcher = Literal["server", "client", "eavesdropper"]
 """Parties that watch. `server` sees what it decodes, `client` (a participant) the global models
 that it receives, `eavesdropper` what crosses the wire."""
 Vantage = Literal["server", "aggregate", "client", "eavesdropper"]
-"""Views of the watchers, by their names; `aggregate` is that of a server whose stack combines
-updates."""
+"""Views of the watchers, by name; `aggregate` is that of a server whose stack combines updates."""
 Manipulation = Literal["honest", "planted", "modified"]
 """Manipulations of the model by the server, from least to most: none; weights of a two-layer head
 to read features from (`head.planted`); a module in front to read images from (`imprint`)."""
@@ -369,8 +368,7 @@ class Effect:
     removed: Removal | None = None
     """Rule by which entries are set to zero; None if none are."""
     truncated: float | None = None
-    """Largest magnitude of an entry before noise, to which larger ones are cut; None if none
-    are."""
+    """Largest magnitude of an entry before noise, to which others are cut; None if none are."""
     scaled: bool = False
     """Whether the update is multiplied by a factor in (0, 1] that only its client knows."""
     scaled_last: bool = False
@@ -476,8 +474,7 @@ class Observation:
     """Client (partition) id; -1 at the aggregate vantage. At the client vantage it is the watching
     client, and `update` is the mean of the others."""
     num_clients: int
-    """Number of clients whose mean `update` is (1 at the server's and the eavesdropper's
-    vantage)."""
+    """Number of clients whose mean `update` is: 1 at the server's and eavesdropper's vantage."""
     trial: int
     seed: int
     """Seed of attacks: the scenario's `attack_seed`, from which no stream of clients follows."""
@@ -609,8 +606,7 @@ class RowTruth(Truth):
 
     asked_singly: ClassVar[bool] = True
     rows: Tensor
-    """(N, d + 1) float64: features and target, or in the target's place an entry for each of
-    `classes`."""
+    """(N, d + 1) float64: features and target, or in its place an entry for each of `classes`."""
     members: Tensor
     """(N,) bool: whether the row took part."""
     clients: Tensor
