@@ -1,11 +1,7 @@
 """Makes controls: the same attack's answer to another update, scored against this one's truth.
 
-If that is as good, the attack's pictures come from its prior and not from the update. The other
-update is of other images, by content, and of another client: what is read off one batch of a client
-fits its next. Where no other client is in the recording, the attack is run once more on what a
-client with public images would have answered in the same round. Where none were attacked, the same
-client's next batch serves. Releases of a table share rows: each row is compared with what was made
-of a different one.
+If that is as good, pictures come from the attack's prior. The other update is another client's,
+else one of public images, else another batch's, and of other images by their content.
 """
 
 from __future__ import annotations
@@ -65,8 +61,8 @@ def record_public(
     """Records updates of public images for lines of results without another client's update.
 
     `rows` are those of the run `root`, and `servers` has one for each stack. The files lie below
-    `folder_of(root)`. The result has (attack label, the recording's JSON file) of each attack that
-    is still to be run, if an update could be made. A damaged recording is a FedsimError.
+    `folder_of(root)`. The result has (attack label, the recording's JSON file) of each attack run
+    that is still missing, if an update could be made. A damaged recording is a FedsimError.
     """
     asked = []
     for members in _cells(rows):
@@ -84,14 +80,13 @@ def record_public(
 
 
 def _record(row: Row, root: Path, server: Server) -> bool:
-    """Records an update of public images in the place of a row's; returns whether there is one."""
+    """Records an update of public images in the place of a row's; returns whether it could."""
     data = server.described
     if not isinstance(data, Dataset) or server.stack.aggregation is not None:
         return False  # a masked part of a sum shows nothing by itself
     seen = load_observation(path_of(root, row["observation"]))
     public = replace(data, train_images=data.test_images, train_labels=data.test_labels)
-    # The client holds the test split, and computes by the server's own stack and at the same
-    # weights.
+    # The client holds the test split; stack and weights are the server's own.
     seed, own = rng.derive(server.scenario.seed, "control"), torch.arange(len(data.test_images))
     client = Client(number=seen.client, dataset=public, own=own, seed=seed)
     if asked := server.scenario.observe.candidates:
@@ -128,7 +123,8 @@ def _record(row: Row, root: Path, server: Server) -> bool:
 def add_controls(rows: Sequence[Row], root: Path) -> None:
     """Sets `control` of each scored row of the run `root`: how an answer to another update scores.
 
-    `rows`, which are all of the run, change in place. A damaged reconstruction is a FedsimError.
+    `rows`, which are all of the run, change in place, but for those without another update. A
+    damaged reconstruction is a FedsimError.
     """
     for members in _cells(rows):
         public = _made_of_public(members, root)
@@ -165,7 +161,6 @@ def _control_of_batch(
 
 
 def _shares_image(own: Mapping[str, Tensor], public: Mapping[str, Tensor]) -> bool:
-    """Returns whether a true image, or record of a table, is among the public ones."""
     return any(
         torch.equal(one, each)
         for name in ("truth", "truth_records")
@@ -193,8 +188,7 @@ def _other_targets(own: Sequence[str], other: Sequence[str]) -> list[int] | None
     """Pairs each of `own` with one of `other` that is not the same; None if one has no such."""
     found = []
     for place, victim in enumerate(own):
-        # Releases share rows, so that the row at the same place may be this very one: then the
-        # next.
+        # Releases share rows: the row at the same place may be this very one.
         turns = [(place + step) % len(other) for step in range(len(other))]
         unlike = next((turn for turn in turns if other[turn] != victim), None)
         if unlike is None:

@@ -1,8 +1,4 @@
-"""Defines the lines of results.jsonl, rounds.jsonl and audit.jsonl, each as a class.
-
-docs/formats.md and docs/formats-results.md say what each field means. None stands where a line does
-not say, and where a field does not apply.
-"""
+"""Defines the lines of results.jsonl, rounds.jsonl and audit.jsonl, each as a class."""
 
 from __future__ import annotations
 
@@ -29,9 +25,10 @@ _DIVERGED = 2.0
 
 
 class RowPart(BaseModel):
-    """Base of the parts of a row: numbers are finite and up to 1e100, unknown fields are ignored.
+    """Base of the parts of a row, which ignore unknown fields; docs/formats.md explains the fields.
 
-    Other values are a ValidationError of pydantic. None stands where a field does not apply.
+    A float that is not finite, or above 1e100 in size, and a value of another type are pydantic's
+    ValidationError. None stands where a row does not say, or a field does not apply.
     """
 
     # Rows of a later version may hold more; what is read here is checked.
@@ -96,7 +93,7 @@ class AttackOf(RowPart):
     """Names an attack, and the label that the scenario gave it.
 
     It kept one of `restarts` searches. `blind`: it took the update for undefended. `brought` is
-    knowledge that no grant names, as `public=photos`. `ignores_update`: it never looks at it.
+    knowledge that no grant names, as `public=photos`. `ignores_update`: it never reads the update.
     """
 
     name: str
@@ -125,8 +122,8 @@ class KnowledgeOf(Grant):
 class BaselineOf(Metrics):
     """Scores of the zero-information guess `name`, such as `mean_image`.
 
-    It was learned from `public` images, `public_per_image` for each of its own. `near_copies`
-    attacked images have a near copy among these. `per_image` has the PSNR of each image, or None.
+    It was learned from `public` images, `public_per_image` for each image of the guess.
+    `near_copies` of the attacked images have a near copy among them. `per_image` has the PSNR, dB.
     """
 
     name: str | None = None
@@ -153,7 +150,7 @@ class ControlOf(RowPart):
 
 
 class CertificateOf(RowPart):
-    """States what the attack said that it knows of its own answer, in images of its batch."""
+    """States what the attack said that it knows of its own answer, in numbers of images."""
 
     images: int
     """Number of images that the attack answered with."""
@@ -259,13 +256,13 @@ class ResultRow(RowPart):
     `variant` has the swept keys and their values; it is empty without a sweep. `release` has `kind`
     and `parameters` of what a closed-form learner releases, and `training` the fields of
     `LocalTraining`. `round` counts from 1; `client` and `trial`, the batch of its probe, from 0.
-    `client` is -1 where clients were combined. `observation` is the recording's id. `status` is
-    `ok`, `failed`, `unscored` (the truth is still elsewhere) or `unseen` (the vantage shows no
-    update), with a `reason` unless it is `ok`. `victims` has a digest of each true image or row, in
-    the order of the truth; `per_image` has, by metric, the values of those scored. Another attack,
-    `features_by`, told the features; the model's body was cut into `stages`.
-    `simulation_error` is how far the update simulated at the truth is from the recorded one, as a
-    share of its length. None stands where a field does not apply.
+    `client` is -1 where clients were combined. `seed` is the attack's own. `observation` is the
+    recording's id. `status` is `ok`, `failed`, `unscored` (the truth is still elsewhere) or
+    `unseen` (the vantage shows no update), with a `reason` unless it is `ok`. `victims` has a
+    digest of each true image or row, in the order of the truth; `per_image` has, by metric, the
+    values of those scored. Another attack, `features_by`, told the features; the model's body was
+    cut into `stages`. `simulation_error` is how far the update simulated at the truth is from the
+    recorded one, as a share of its length. None stands where a field does not apply.
     """
 
     scenario: str
@@ -310,7 +307,7 @@ class ResultRow(RowPart):
 
     @classmethod
     def of(cls, job: Job, result: Result, **of_run: Any) -> Self:
-        """Builds the line of one attack; `of_run` has fields that a job does not tell, by name."""
+        """Builds the line of one attack; `of_run` has the fields that a job does not tell."""
         seen, plugin = result.observation, job.plugin
         parts = {name: getattr(result, name) for name in _OF_RESULT}
         return cls.model_validate(
@@ -343,8 +340,7 @@ class ResultRow(RowPart):
 
     def dump(self) -> dict[str, Any]:
         """Returns the row as `results.jsonl` holds it, without `folder` and `ended`."""
-        # `simulation_error` is written only where it was set, as rows of runs do not have the
-        # field.
+        # `simulation_error` is written only where it was set: rows of runs lack the field.
         beside = {"folder", "ended"} | ({"simulation_error"} - set(self.model_fields_set))
         return self.model_dump(mode="json", exclude=beside)
 
@@ -355,8 +351,7 @@ class ResultRow(RowPart):
         if not isinstance(row, dict) or not isinstance(parameters, dict):
             return row
         stated, least = row.get("server", "honest"), server_of(parameters)
-        # `Manipulation` lists its values from least to most: a row cannot claim less than its model
-        # shows.
+        # `Manipulation` rises from value to value: a row cannot claim less than its model shows.
         known = get_args(Manipulation)
         if stated in known and known.index(stated) < known.index(least):
             return {**row, "server": least}
@@ -432,8 +427,8 @@ class RoundRow(RowPart):
     `test_examples`, are in [0, 1]. ε is that of all rounds so far, and `sigma` the σ of rows σ I
     that each client appends to its table. `failures` has the number of updates left out, by reason,
     and `details` a line on each, at most 20. `zero_updates` of the aggregated were zero everywhere,
-    and `probe_failures` left no recording. `seconds` are wall time. None stands where nothing is
-    known or evaluated.
+    and `probe_failures` probes left no recording. `seconds` are wall time. None stands where
+    nothing is known or evaluated.
     """
 
     defense: str
@@ -468,7 +463,7 @@ class AuditRow(RowPart):
 
 
 def describe_tensor_bound(result: Result) -> dict[str, float | bool | str | None]:
-    """Returns the `tensor_*` fields of `TheoryOf`; empty if `result` has no tensor bound."""
+    """Returns name -> `tensor_*` field of `TheoryOf`; empty if `result` has no tensor bound."""
     bound = result.tensor_bound
     if bound is None:
         return {}
@@ -488,7 +483,7 @@ def nested(mapping: Any, *path: str) -> Any:
 
 
 def canonical(value: object) -> str:
-    """Returns `value` as JSON with sorted keys, other types as `str`: equal values, equal texts."""
+    """Returns `value` as JSON with sorted keys; what JSON does not have is written as its `str`."""
     return json.dumps(value, sort_keys=True, default=str)
 
 

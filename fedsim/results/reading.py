@@ -47,12 +47,12 @@ def differences(
 ) -> list[dict[str, Any]]:
     """Returns, for each scenario with all defaults, the settings that tell it from the others.
 
-    Settings are dotted keys and their values; only those that decide figures count, and the seed is
-    none of them. A stack is compared among the scenarios that have one of its name. `stated` has,
-    for each scenario, the settings that rows show already, such as those of a sweep; these are left
-    out for all. An empty scenario, of a run that lost its file, has no settings.
+    Settings are dotted keys and their values, None where a scenario lacks the key; only those that
+    decide figures count, and the seed is none of them. A stack, `defenses.NAME`, is compared among
+    the scenarios that have one of its name. `stated` has, for each scenario, the settings that rows
+    show already, such as those of a sweep; these are left out for all. An empty scenario, of a run
+    that lost its file, has no settings.
     """
-    # What rows state already tells the runs apart without being repeated.
     shown = {key for variant in stated for key in variant}
     settings = [
         {
@@ -121,8 +121,8 @@ class StoredRun:
     at_work: bool
     """Whether a process was at work in the folder when it was read; False also without locks."""
     apart: dict[str, Any] = field(default_factory=dict)
-    """Settings (dotted keys) or digests (`recording`, `run`, `figures`) that set it apart from runs
-    of its name."""
+    """Settings (dotted keys) or digests (`data`, `recording`, `run`, `figures`) that set it apart
+    from runs of its name; empty if nothing has to."""
 
     @property
     def attack_runs(self) -> int:
@@ -131,7 +131,7 @@ class StoredRun:
 
     @property
     def lines(self) -> set[Line]:
-        """(stack, attack label, vantage, batch size, round) of each leaderboard line with a row."""
+        """(stack, attack label, vantage, batch size, round) of each leaderboard line in `rows`."""
         return {
             (row.defense.name, row.attack.label, row.vantage, row.batch_size, row.round)
             for row in self.rows
@@ -146,8 +146,7 @@ class StoredRun:
     def ended(self) -> bool:
         """Whether the run has come to its end; rows may still wait for their truth."""
         if self.plan is None:
-            # Without a plan or a scenario, a folder holds rows alone, and nothing says that more
-            # will come.
+            # Of a folder that holds rows alone, nothing says that more will come.
             return bool(self.record) or self.scenario_text is None
         return bool(self.record) and self.attack_runs >= self.plan.attack_runs
 
@@ -213,7 +212,6 @@ def load_runs(folders: Iterable[Path | str]) -> list[StoredRun]:
 
 
 def _set_apart(runs: list[StoredRun]) -> list[StoredRun]:
-    """Makes runs of one name into variants where they differ in settings, data or figures."""
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
         groups.setdefault(run.name, []).append(index)
@@ -222,8 +220,7 @@ def _set_apart(runs: list[StoredRun]) -> list[StoredRun]:
         if len(indices) == 1:
             continue
         members = [runs[index] for index in indices]
-        # First by settings and origin; only runs that are still alike are told apart by their
-        # figures.
+        # By settings and origin first; figures tell only those apart that are still alike.
         settings = differences(_scenarios(members), [run.variant for run in members])
         members = [
             _with_variant(run, setting | origin)
@@ -291,7 +288,10 @@ def _contradictions(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
 
 
 def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun]:
-    """Returns `runs`, all below `root`, with paths in the place of the digests in `apart`."""
+    """Returns copies of `runs`, whose folders all lie in or below `root`.
+
+    Digests of recordings, runs and figures in `apart` are replaced by the folder's path from there.
+    """
     named = []
     for run in runs:
         digests = [kind for kind in ("recording", "run", "figures") if kind in run.apart]
@@ -303,7 +303,8 @@ def name_by_place(runs: Iterable[StoredRun], root: Path | str) -> list[StoredRun
 def measurements(runs: Iterable[StoredRun]) -> list[ResultRow]:
     """Returns the rows of `runs`, each measurement once, in the place of its first copy.
 
-    Copies are rows of equal seed, variant and `ResultRow.content`; that of the largest ε stays.
+    Copies are rows of equal seed, variant and `ResultRow.content`. That of the largest ε stays,
+    where None counts as 0; of equals one whose run has ended, or that has a control.
     """
     rows: dict[tuple[str, str, str], ResultRow] = {}
     for run in runs:
@@ -363,7 +364,7 @@ def _load_plan(folder: Path) -> Plan | None:
 
 
 def fits(row: dict[str, Any], name: str) -> bool:
-    """Returns whether `row` is valid in file `name`: results.jsonl, rounds.jsonl or audit.jsonl."""
+    """Returns whether file `name` (results.jsonl, rounds.jsonl, audit.jsonl) may hold `row`."""
     kinds: dict[str, type[RowPart]] = {
         RESULTS: ResultRow,
         "rounds.jsonl": RoundRow,

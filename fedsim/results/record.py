@@ -1,8 +1,4 @@
-"""Keeps a run's record on disk: rows that survive a kill, and what was run where.
-
-Lines are appended and flushed one by one while the run goes on; at its end `results.jsonl` is
-rewritten in canonical order, so that the order in which attacks happened to finish leaves no trace.
-"""
+"""Keeps a run's record on disk: rows that survive a kill, and what was run where."""
 
 from __future__ import annotations
 
@@ -74,9 +70,10 @@ def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
 
 
 def strict_json(line: bytes | str) -> Any:
-    """Returns the value of a JSON text, in which NaN and infinity are refused.
+    """Returns the value of a JSON text (bytes: UTF-8); NaN and infinity in it are a ValueError.
 
-    Other text, a number beyond the largest double and an unpaired surrogate are a ValueError.
+    So are other text, a float beyond the largest double and an unpaired surrogate. A text that is
+    nested too deeply is a RecursionError.
     """
     text = line if isinstance(line, str) else line.decode()
     value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
@@ -113,7 +110,7 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Removes a last line that a kill cut short; a FedsimError if another line is damaged then."""
+    """Removes a last line without a line break; a FedsimError if another is damaged then."""
     if not path.exists():
         return
     with paths.open_regular(path, paths.LINES) as file:
@@ -125,7 +122,11 @@ def drop_torn_line(path: Path) -> None:
 
 
 def environment() -> Row:
-    """Returns versions, commit and hardware, by name, for `record.json`; None where not known."""
+    """Returns this machine's part of `record.json`, with None where something is not known.
+
+    Its keys are `python`, `platform`, `processor`, `cores`, `gpu`, `packages` (name -> version) and
+    `commit`.
+    """
     import torch
 
     packages = ("fedsim", "torch", "torchvision", "flwr", "numpy", "scipy", "scikit-image", "lpips")
@@ -145,7 +146,7 @@ CONTROL = "control"
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Returns sorted paths below `folder` that match glob `pattern`; none in folder `control`."""
+    """Returns sorted paths, at any depth of `folder`, of glob `pattern`; none below a `control`."""
     found = sorted(folder.rglob(pattern))
     return [path for path in found if CONTROL not in path.relative_to(folder).parts]
 
@@ -237,8 +238,8 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 class Plan(BaseModel):
     """Counts what a run, or a variant of a sweep, will have done at its end.
 
-    `variant` has the swept keys and their values. `rounds` are those of all stacks, and `lines`
-    those of the leaderboard. `resumable`: it can be continued after an interrupt.
+    `variant` has the swept keys and their values; it is empty without a sweep. `rounds` are those
+    of all stacks, and `lines` those of the leaderboard. `resumable`: it can be continued.
     """
 
     # Others may have changed the file: values of other kinds are refused.
@@ -251,8 +252,8 @@ class Plan(BaseModel):
     lines: Count
     resumable: bool
     origin: Annotated[str, Field(pattern=r"^$|^[^:]+:.")] = ""
-    """Kind and digest of what the run measures, as `data:5f3a...`; runs of two origins are never
-    pooled."""
+    """Kind (`data`, `recording` or `run`) and digest of what the run measures, as `data:5f3a...`;
+    empty if not known. Runs of two origins are never pooled."""
 
     @classmethod
     def of(
@@ -265,7 +266,7 @@ class Plan(BaseModel):
         resumable: bool = True,
         origin: str = "",
     ) -> Plan:
-        """Returns the plan, with the fields of that name, of a run that makes each of `jobs`."""
+        """Returns the plan of a run that makes each of `jobs`; other arguments are its fields."""
         every = [
             (
                 seen.id.partition("/")[0],

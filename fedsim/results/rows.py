@@ -1,7 +1,4 @@
-"""Makes the lines of `rounds.jsonl`, `results.jsonl` and `audit.jsonl` of what a run computed.
-
-What does not apply is null, never absent and never 0. An infinite ε is the string "inf".
-"""
+"""Makes lines of `rounds.jsonl`, `results.jsonl` and `audit.jsonl`; null is what does not apply."""
 
 from __future__ import annotations
 
@@ -42,6 +39,7 @@ def audit_row(
 
     This trains the federation anew, perhaps often. The result is None if the scenario asks for no
     audit, or the stack claims nothing. `on_progress` is called with the steps done and all steps.
+    An audit that its training does not fit is a FedsimError.
     """
     audit, last = workload.scenario.audit, workload.scenario.training.rounds
     taken = account_of(workload).participations(last)
@@ -110,8 +108,7 @@ class Context:
         attacked = next(row for row in own if row["round"] == seen.round)
         server = self.servers[stack]
         guarantee = claim_of(server, seen)
-        # `guarantee` is the claim for this release alone, `whole` that for all which the watcher
-        # sees.
+        # `guarantee` is the claim for this release alone, `whole` for all that the watcher sees.
         whole = spent(server, self.scenario.training.rounds, seen_from=seen.vantage)
         return ResultRow.of(
             job,
@@ -157,7 +154,7 @@ def key(row: Row) -> Key:
 def order(scenario: Scenario) -> Callable[[Row], tuple[Any, ...]]:
     """Returns a sort key for results: by the scenario's order of defenses, attacks, vantages.
 
-    A line of another scenario makes it raise a ValueError.
+    Batch size, round, client and trial follow. The key of another scenario's line is a ValueError.
     """
     stacks = list(scenario.defenses)
     labels = [entry.label or entry.name for entry in scenario.attacks]
@@ -178,7 +175,6 @@ def order(scenario: Scenario) -> Callable[[Row], tuple[Any, ...]]:
 
 
 def _spec(seen: Observation) -> Row:
-    """Describes the model that was trained, or the release that a closed-form learner made."""
     parameters = dict(seen.spec.parameters)
     if seen.payload == "update":
         return {"model": {"name": seen.model.name, "parameters": parameters}}
@@ -295,7 +291,7 @@ _RESULT_KEYS = {"metrics", "baseline", "reason", "per_image", "theory", "cost"}
 def refuse_foreign_rows(
     out: Path, keys: Collection[Key], stacks: Collection[str], last: int
 ) -> None:
-    """Raises a FedsimError if a folder holds lines of other runs, which would count in tables.
+    """Raises a FedsimError if a folder holds lines that are damaged, or of other runs.
 
     Args:
         out: Folder of the run.
@@ -317,7 +313,6 @@ def refuse_foreign_rows(
     def audit(row: Row) -> bool:
         return row["defense"] in stacks and fits(row, "audit.jsonl")
 
-    # Read for their refusals alone.
     read_lines(out / "results.jsonl", result)
     read_lines(out / "rounds.jsonl", round)
     read_lines(out / "audit.jsonl", audit)
