@@ -144,7 +144,6 @@ def _color(number: int) -> int:
 
 
 def _draw_marks(one: _Series, points: Sequence[_Point], rings: Sequence[_Point]) -> Markup:
-    """Returns the marks of one series at positions in the chart."""
     marks = []
     if one.shape == "dots":
         radius = 5 if len(points) == 1 else 2

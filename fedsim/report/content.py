@@ -98,7 +98,6 @@ class _MatrixCell:
 
     @property
     def interval(self) -> str:
-        """Text of the interval of `gain`; empty if there is none."""
         return self.best.above.partition(" ")[2]
 
     @property
@@ -107,7 +106,6 @@ class _MatrixCell:
 
     @property
     def trials(self) -> str:
-        """Text that says how many of all trials succeeded."""
         apart = f" ({self.row.independent} independent)" * (self.row.independent != self.row.n)
         return f"{self.row.n_ok}/{self.row.n}{apart}"
 

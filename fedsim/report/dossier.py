@@ -64,7 +64,6 @@ def dossier_of(runs: Sequence[StoredRun], root: Path) -> str:
     rows, results = content.rows, content.results
 
     def local(text: str) -> str:
-        """Names runs by their folders' names, wherever they lie."""
         for run in runs:
             text = text.replace(str(run.folder), run.folder.name)
         return text
@@ -124,8 +123,6 @@ def _print_page(page: Path, printed: Path, browser: str) -> None:
         write_bytes(printed, paths.content(draft, paths.TEXT))
 
 
-# The attackers that the literature numbers A to H, and which of them were measured.
-
 _SOURCE = (
     "Carletti, Foggia, Mazzocca, Parrella and Vento, SoK: Gradient Inversion Attacks in Federated "
     "Learning, USENIX Security 2025"
@@ -180,9 +177,6 @@ def _coverage(rows: Sequence[ResultRow]) -> list[_Coverage]:
             )
         found.append(_Coverage(stated["letter"], stated["name"], stated["has"], extent, reason))
     return found
-
-
-# Which attacks a run has tried, and which of the installed ones it has not.
 
 
 def _list_tried(rows: Sequence[ResultRow]) -> list[tuple[str, str, int, int]]:
@@ -300,8 +294,6 @@ def _membership(rows: Sequence[LeaderboardRow]) -> str:
     over = f", over {number_of(len(models), 'threat model')} (chapter 6)" if len(models) > 1 else ""
     return f"AUC {min(areas):.2f} to {max(areas):.2f} (a coin: 0.50){over}."
 
-
-# How each number is repeated, and the hashes by which its files are known again.
 
 _FILES = ("scenario.yaml", RESULTS, "rounds.jsonl", "audit.jsonl", "record.json")
 _RECORDED = (".json", ".safetensors")

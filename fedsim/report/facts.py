@@ -373,7 +373,6 @@ def describe(rows: Sequence[UtilityRow]) -> str:
 
 
 def _problem(rows: Sequence[RoundRow], *, trains: bool) -> str | None:
-    """Returns why the model cannot show what the defense costs; None if it can."""
     accuracy = accuracy_of(rows)
     losses = [row.test_loss for row in rows if row.test_loss is not None]
     mean = sum(losses) / len(losses) if len(losses) == len(rows) else None

@@ -49,7 +49,6 @@ _TERMS = {
 
 _WORD = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, _TERMS))})(?!\w)")
 
-
 _LONGEST = 1000
 """A text of more characters is cut on a page; the run's files have all of it."""
 
@@ -67,7 +66,7 @@ def _keep_figures_whole(text: str) -> str:
 
 
 def mark_code(text: str) -> Markup:
-    """Returns `text` as escaped HTML, cut if very long, with text between backticks as code."""
+    """Returns `text` as escaped HTML, cut as by `shorten`, with text between backticks as code."""
     parts = _keep_figures_whole(text).split("`")
     if len(parts) % 2 == 0:
         return escape("`".join(parts))
@@ -76,9 +75,10 @@ def mark_code(text: str) -> Markup:
 
 
 def explain_terms(text: str, shown: Collection[str]) -> Markup:
-    """Returns `text` as escaped HTML, cut if very long, with terms as buttons that explain them.
+    """Returns `text` as escaped HTML, cut as by `shorten`, with terms as buttons that explain them.
 
-    A term is a button where it occurs first. `shown` are the keys (`Term.key`) on the page.
+    A term is a button where it occurs first. `shown` are the keys (`Term.key`) of terms that the
+    page explains; no other is a button.
     """
     explained_keys: set[str] = set()
     text, parts, end = _keep_figures_whole(text), [], 0

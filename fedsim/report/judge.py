@@ -1,7 +1,4 @@
-"""Judges what follows from the attacks of a comparison; `fedsim.report.messages` words it.
-
-Where a function takes a `row` and `rows`, these are all rows that the `row` was chosen among.
-"""
+"""Judges what follows from the attacks of a comparison; `fedsim.report.messages` words it."""
 
 from __future__ import annotations
 
@@ -373,7 +370,6 @@ def _is_alike_for_certain(
 
 
 def _is_alike_on_average(row: LeaderboardRow) -> bool:
-    """Whether the mean likeness is that of recognizable pictures."""
     main, means = row.main, row.means
     alike = main.is_alike(means, row.likeness) or main.is_recognizable(means)
     return alike and main.agrees(means)
@@ -549,8 +545,7 @@ def _judge_control(basis: Control, rows: Sequence[LeaderboardRow]) -> Control:
     due = best.strength_by(main.ranking.name)
     passed = due >= main.leaks and not uninformed
     for other in others:
-        # A release that is random by itself may tell who is in it and no more; a head of many
-        # images, its features.
+        # A random release may tell who is in it and no more; a head of many images, its features.
         if not passed and other.status == "passed":
             return other
     gain = best.gain.mean if best.gain else 0.0
@@ -567,12 +562,10 @@ def _judge_control(basis: Control, rows: Sequence[LeaderboardRow]) -> Control:
 
 
 def _does_no_better(over_other: Summary | None) -> bool:
-    """Whether the attack does no better on its own update than on another."""
     return over_other is not None and over_other.certain <= 0
 
 
 def _deciding() -> list[Target]:
-    """Returns the targets besides the main one that can show that attacks work."""
     told = [target for target in _told_targets().values() if target.works is not None]
     return [*told, *targets_by_mean().values()]
 
@@ -687,7 +680,6 @@ def _verdict(
 def _unanswerable(
     control: Control, row: LeaderboardRow, *, is_late: bool, is_weak: bool
 ) -> Statement | None:
-    """Returns why no defense gets an answer; None if this one does."""
     if is_late:
         return _state("not ended")
     if control.status == "broken":
@@ -739,7 +731,6 @@ def is_leak(finding: Finding) -> bool:
 
 
 def _finding(rows: Sequence[LeaderboardRow], level: Level, leaking: Share | None) -> Finding:
-    """Returns the worst that the attacks of `rows`, on one defense, achieved."""
     if any(_shows_pictures(row, rows) for row in rows):
         return "recognizable"
     may_leak = (leaking and leaking.count) or any(map(_may_show, rows))
@@ -878,7 +869,6 @@ def _list_untried(
 
 # Whether to rely on a defense.
 
-
 _RELIANCES: Mapping[str, Reliance] = {
     "promised": "rely",
     "attack works": "do not rely",
@@ -920,7 +910,6 @@ def _doubts(
 
 
 def _why_unmeasured(verdict: Verdict, rows: Sequence[LeaderboardRow]) -> Statement | None:
-    """Returns why the finding shows nothing; None if it shows that nothing was gained."""
     row = verdict.strongest
     if verdict.finding == "failed":
         return _state("all failed", failures=failures_of(rows))
@@ -934,7 +923,6 @@ def _why_unmeasured(verdict: Verdict, rows: Sequence[LeaderboardRow]) -> Stateme
 
 
 def _weakness(row: LeaderboardRow) -> Statement | None:
-    """Returns why the guarantee of `row` bears no reliance; None if it does."""
     epsilon, delta = row.epsilon, row.delta
     if epsilon is None or math.isinf(epsilon):
         return _state("no guarantee")
@@ -1062,11 +1050,12 @@ def _model_problem(
     return None
 
 
-# As plain values, for JSON.
-
-
 def dump(judged: Judgement) -> dict[str, Any]:
-    """Returns a judgement's fields as values for JSON: rows by what names them, infinity `inf`."""
+    """Returns `comparison`, `control` and `verdicts` of a judgement as values for JSON.
+
+    Objects become their fields by name, infinity is `inf`, and a row is what names it: `defense`,
+    `attack`, `vantage`, `batch_size`, `round` and `n`.
+    """
     *where, threat, watcher = judged.comparison
     control: dict[str, Any] = _plain(judged.control)
     return {
@@ -1077,7 +1066,6 @@ def dump(judged: Judgement) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns `value` without types; a row by what names it, infinity as text."""
     if isinstance(value, LeaderboardRow):
         names = ("defense", "attack", "vantage", "batch_size", "round", "n")
         return {name: getattr(value, name) for name in names}

@@ -1,8 +1,4 @@
-"""The leaderboard: a projection of results rows, one line per attack on a defense.
-
-A failed trial counts as the zero-information guess of its own row, in every aggregate. Gains are
-paired: each trial's score less the guess's score on the same images.
-"""
+"""The leaderboard: a projection of results rows, one line per attack on a defense."""
 
 from __future__ import annotations
 
@@ -114,7 +110,10 @@ def count_images(rows: Sequence[ResultRow]) -> int | None:
 
 
 def group_apart(rows: Sequence[ResultRow]) -> list[list[int]]:
-    """Groups the indices of `rows` so that no image is in two groups; all in ascending order."""
+    """Groups the indices of `rows` so that no image is in two groups; all in ascending order.
+
+    A row on a release of a table is a group of its own.
+    """
     groups: list[tuple[set[str], list[int]]] = []
     for index, row in enumerate(rows):
         # Each release of a table tosses its own coins on which rows take part.
@@ -303,7 +302,6 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
 
 
 def _stated(rows: list[ResultRow]) -> dict[str, Any]:
-    """Returns the fields of a line that state the guess, what became of the model, and theory."""
     guesses = [row.baseline for row in rows if row.baseline]
     return {
         "baseline": {
@@ -369,7 +367,6 @@ def _values_of(row: ResultRow) -> dict[str, float | None]:
 
 
 def _certificates(rows: Sequence[ResultRow]) -> Certificates | None:
-    """Sums what the attack said that it knows, over the trials in which it said anything."""
     stated = [row.certificate for row in rows if row.certificate]
     if not stated:
         return None
@@ -387,7 +384,6 @@ def _certificates(rows: Sequence[ResultRow]) -> Certificates | None:
 
 
 def _claimed(rows: Sequence[ResultRow]) -> dict[str, Any]:
-    """Returns the fields of a line that state what is claimed, and what audits found."""
     claim = _pooled_claim(rows)
     audited = [row.privacy.audited_epsilon for row in rows if row.privacy]
     return {
@@ -432,7 +428,6 @@ def _recognizable(rows: Sequence[ResultRow], due: Sequence[float | None] | None)
 
 
 def _no_control(rows: list[ResultRow]) -> str | None:
-    """Returns why the attack was not run on another update; None if it was."""
     ok = [row for row in rows if row.ok]
     if not ok or any(row.other_update for row in ok):
         return None
@@ -456,7 +451,6 @@ def _count_failures(rows: list[ResultRow], name: str) -> list[float] | None:
 
 
 def _worst(rows: list[ResultRow], name: str, values: list[float] | None) -> float | None:
-    """Returns the most that leaked, of what was measured; None if nothing was."""
     ok = [row for row in rows if row.ok]
     if values is None:
         values = [v for row in ok if (v := value_of(row.metrics, name)) is not None]

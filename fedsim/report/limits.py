@@ -179,7 +179,6 @@ def _partners(old: Collection[str], new: Collection[str]) -> set[tuple[str, str]
 
 
 def _names(row: LeaderboardRow) -> tuple[object, ...]:
-    """Identifies what is compared, by the names that a scenario gives."""
     return row.defense, row.attack, row.vantage, row.threat, row.batch_size, row.round
 
 
@@ -308,7 +307,6 @@ def _more_certain(old: LeaderboardRow, new: LeaderboardRow) -> list[str]:
 
 
 def _shows(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
-    """Whether something leaks to the attack of `row` for certain."""
     key = (row.comparison, row.defense)
     known = row.certificates and row.certificates.certified
     return bool(known) or works(row, [r for r in rows if (r.comparison, r.defense) == key])
@@ -336,7 +334,6 @@ def _weaker(name: str, earlier: Sequence[_Claim], later: Sequence[_Claim]) -> li
 
 
 def _claims(runs: Sequence[StoredRun]) -> dict[str, dict[str, list[UtilityRow]]]:
-    """Maps members to the claims of their runs, by defense."""
     claims: dict[str, dict[str, list[UtilityRow]]] = {}
     for run in runs:
         own = claims.setdefault(_member(run), {})
@@ -437,12 +434,10 @@ def _list_unmeasured(members: Sequence[LeaderboardRow], psnr: bool, gain: bool) 
 
 
 def _stacks(run: StoredRun) -> dict[str, list[Any]]:
-    """Returns the members of each stack of a run, by its name."""
     return run.setting("defenses") or {}
 
 
 def _refuted_by_attack(row: LeaderboardRow) -> list[str]:
-    """Returns a line for each membership score that lies above what the ε allows."""
     lines = []
     for name in ("membership_auc", "membership_tpr") if row.membership_p is None else ():
         found, most = row.metrics[name], row.limit(name)

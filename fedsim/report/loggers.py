@@ -1,7 +1,4 @@
-"""Copies what a finished run measured into the store of a tool for experiments, on this machine.
-
-Nothing is sent anywhere: pictures of clients' data are among what is copied.
-"""
+"""Copies a finished run, pictures of clients' data too, to an experiment tool's local store."""
 
 from __future__ import annotations
 
@@ -67,7 +64,6 @@ def _collect(run: StoredRun) -> _LoggedRun:
 
 
 def _parameters(run: StoredRun) -> dict[str, str]:
-    """Returns the settings in words, and the ε of each defense with δ, unit and neighbours."""
     named = {
         "data": run.setting("data", "source"),
         "model": run.setting("model"),

@@ -48,8 +48,6 @@ _FEW = 3
 
 
 class _Messages(Formatter):
-    """Formats the values of a message as its fields ask."""
-
     def format_field(self, value: Any, format_spec: str) -> str:
         """Returns `value` as `format_spec` asks: a name of `_FORMATS`, `count NOUN` or `number`."""
         name, _, argument = format_spec.partition(" ")
@@ -80,7 +78,6 @@ _FORMATTER = _Messages()
 
 
 def _fill(message: str, **values: Any) -> str:
-    """Returns `message` with each `{name}`, or `{name:format}`, replaced by that value."""
     return _FORMATTER.vformat(message, (), values)
 
 
@@ -89,9 +86,6 @@ def describe_statement(statement: Statement) -> str:
     kind = statement.kind
     message = STATEMENTS.get(kind) or targets()[kind.removeprefix("untried ")].noun
     return _fill(message, **statement.values, LARGEST_DELTA=LARGEST_DELTA)
-
-
-# One sentence on a defense, and its parts.
 
 
 def sentence(verdict: Verdict) -> str:
@@ -105,12 +99,10 @@ def sentence(verdict: Verdict) -> str:
 
 
 def _standing_labels(verdict: Verdict) -> str:
-    """Words labels that were recovered where nothing else has an answer; empty if none were."""
     return _describe_shown(verdict.told["labels"]) if verdict.labels_stand else ""
 
 
 def _lead(verdict: Verdict) -> str:
-    """Words the beginning of `sentence`: who gets what behind which defense."""
     where = "Without a defense" if verdict.undefended else f"Behind {verdict.defense}"
     if verdict.finding == "no answer" and verdict.labels_stand:
         return f"{where}, labels are recovered; of their inputs nothing can be said"
@@ -151,7 +143,6 @@ def describe_told(verdict: Verdict) -> list[str]:
 
 
 def _describe_gets(verdict: Verdict) -> str:
-    """Words what the attacker gets by the strongest attack on the defense."""
     row, finding = verdict.strongest, verdict.finding
     times = "at times" if verdict.is_rare else "on average"
     if verdict.leaking and verdict.leaking.count:
@@ -184,12 +175,10 @@ def _noun(what: Leaking) -> str:
 
 
 def _join_nouns(parts: Iterable[Leaking]) -> str:
-    """Joins the nouns of targets; empty without any."""
     return join(nouns) if (nouns := [*map(_noun, parts)]) else ""
 
 
 def _describe_reliance(verdict: Verdict) -> str:
-    """Words whether to rely on a defense, and why."""
     return RELIANCES[verdict.reliance].format(reason=_reason(verdict))
 
 
@@ -209,9 +198,6 @@ def describe_cautions(judged: Verdict | Judgement) -> list[str]:
 def describe_untried(judged: Verdict | Judgement) -> list[str]:
     """Names what no attack tried on a verdict's defense, or on any of a judgement's defenses."""
     return [describe_statement(each) for each in judged.untried]
-
-
-# Evidence.
 
 
 def _describe_evidence(verdict: Verdict) -> str:
@@ -303,7 +289,6 @@ def _describe_likeness(row: LeaderboardRow) -> list[str]:
 
 
 def _describe_shown(shown: Shown) -> str:
-    """Words what one attack told, beside the guess."""
     row, metric, summary = shown.row, METRICS[shown.metric], shown.row.metrics[shown.metric]
     assert summary is not None
     guess = row.baseline[metric.name] if metric.uninformed is None else metric.uninformed
@@ -381,11 +366,7 @@ def _describe_certificates(shown: Shown | None) -> str:
     return f"{text}: the attacker {known}"
 
 
-# Costs and guarantees.
-
-
 def _describe_costs(verdict: Verdict) -> str:
-    """Words accuracy and seconds of a round, beside those without a defense."""
     costs = verdict.costs
     text = _describe_accuracy(verdict)
     if costs.seconds is None:
@@ -425,7 +406,6 @@ def _format_seconds(value: float) -> str:
 
 
 def _describe_guarantee(verdict: Verdict) -> str:
-    """Words the stack's guarantee, with its unit, what its settings state and an audit found."""
     row = verdict.strongest
     parts = [_describe_proven(row)]
     if row.claimed_epsilon is not None:
@@ -498,7 +478,6 @@ def describe_control(control: Control) -> str:
 
 
 def _describe_failure(failure: Failure) -> str:
-    """Words which attack failed, how often, on which stacks and why."""
     return (
         f"{failure.attack} failed in {failure.count} of {number_of(failure.n, 'trial')} on "
         f"{', '.join(failure.defenses)}: {failure.reason}"
@@ -517,7 +496,8 @@ def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]
 def invalid_reasons(rows: Sequence[LeaderboardRow], *, unended: bool = True) -> list[str]:
     """Returns why comparisons among `rows` prove nothing; empty if every control passed.
 
-    `unended` says whether comparisons count whose runs have not ended.
+    Without rows, that is the one reason. `unended` says whether comparisons count whose runs have
+    not ended.
     """
     if not rows:
         return ["no positive control: there are no results"]
@@ -531,7 +511,7 @@ def invalid_reasons(rows: Sequence[LeaderboardRow], *, unended: bool = True) -> 
 
 
 def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
-    """Returns a line for each poor model, failed attack, poor guess, missing control of `rows`."""
+    """Returns lines on poor models, failed attacks, poor guesses and missing controls of `rows`."""
     groups = by_comparison(rows)
     lines: dict[str, None] = {}
     for comparison, members in groups.items():
@@ -541,7 +521,6 @@ def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
 
 
 def _warnings_of(rows: Sequence[LeaderboardRow]) -> list[str]:
-    """Returns the warnings of one comparison."""
     lines = [f"{row.defense}: {problem}" for row in rows if (problem := row.learning_problem)]
     lines += map(_describe_failure, failures_of(rows))
     poor = [row for row in rows if row.guess_problem]

@@ -107,12 +107,10 @@ class _Pair:
 
     @property
     def truth(self) -> str:
-        """The true image as a `data:` address, one image pixel per pixel."""
         return _uri(self.pixels[0])
 
     @property
     def reconstruction(self) -> str:
-        """The attack's answer as a `data:` address, one image pixel per pixel."""
         return _uri(self.pixels[1])
 
 
@@ -304,9 +302,10 @@ class _ShownDefense:
 def save_overview(folder: Path) -> Path | None:
     """Writes `overview.png` of a run or a sweep; returns its path, or None without an image.
 
-    Columns are victims: the worst, median and best of a round's. Rows are up to 40 defenses of all
-    variants. A defense that none of these images was attacked behind is left out. A FedsimError
-    says that the folder holds no results, or that a file in it is damaged.
+    Columns are attacked images of the first and last round, of each at most three: worst, median
+    and best. Rows are up to 40 defenses of all variants, at the smallest batch size. A defense that
+    none of these images was attacked behind is left out. A FedsimError says that the folder holds
+    no results, or that a file in it is damaged.
     """
     defenses = _choose_defenses(load_runs([folder]))
     if not defenses:

@@ -158,7 +158,6 @@ def _legend(rows: Sequence[LeaderboardRow]) -> str:
 
 
 def _filled_columns(rows: Sequence[LeaderboardRow]) -> list[_Column]:
-    """Returns the columns that have a value in some row."""
     return [column for column in _COLUMNS if any(column.cell(row) != ABSENT for row in rows)]
 
 
@@ -205,7 +204,6 @@ def _grid(rows: Sequence[LeaderboardRow], step: int) -> Table:
 
 
 def _describe_shared(rows: Sequence[LeaderboardRow]) -> list[str]:
-    """Words what all rows have in common, and the test sets behind their accuracies."""
     tests = {(row.accuracy.examples, row.accuracy.chance) for row in rows if row.accuracy}
     accuracies = [
         f"accuracy on {number_of(n, 'test example')} (chance {chance:.0%})"
@@ -217,7 +215,6 @@ def _describe_shared(rows: Sequence[LeaderboardRow]) -> list[str]:
 
 
 def _claims(rows: Sequence[LeaderboardRow]) -> str:
-    """Words each defense's claim; empty without any."""
     claims = {
         row.defense: format_claim(row.epsilon, row.delta, row.unit, row.relation) for row in rows
     }
@@ -225,7 +222,6 @@ def _claims(rows: Sequence[LeaderboardRow]) -> str:
 
 
 def _cases(row: LeaderboardRow) -> dict[str, Any]:
-    """Maps what may set rows of one comparison apart to its value."""
     columns = ["vantage", *["server"] * row.main.pictured]
     names = [*columns, *Grant.meanings(row.main.noun), "round"]
     fields = Grant.model_fields
@@ -312,7 +308,6 @@ def _json(
 
 
 def _judgement(judged: Judgement) -> dict[str, Any]:
-    """Returns a judgement as plain values, and each verdict in words, too."""
     document = dump(judged)
     for plain, verdict in zip(document["verdicts"], judged.verdicts, strict=True):
         plain["sentence"] = sentence(verdict)
@@ -368,7 +363,6 @@ def _summaries(row: LeaderboardRow) -> dict[str, Summary | None]:
 
 
 def _validity(row: LeaderboardRow, invalid: Mapping[Any, str]) -> dict[str, Any]:
-    """Returns whether the comparison of `row` is valid, and what to know of its model."""
     return {
         "valid": row.comparison not in invalid,
         "invalid_reason": invalid.get(row.comparison, ""),
@@ -412,7 +406,6 @@ _LAST = (
 
 
 def _flat(row: LeaderboardRow) -> dict[str, Any]:
-    """Returns the fields of a row, each summary as several columns."""
     fields, tested = _fields(row), row.accuracy
     fields |= {
         "folders": " | ".join(row.folders),

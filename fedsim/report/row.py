@@ -27,7 +27,6 @@ from fedsim.words import number_of
 _ROUNDING = 1e-9
 """A guess counts as at least this, so that shares of it stay finite."""
 
-
 _REFUTING_LEVEL = 0.05
 """Largest chance that members told refute a claim that holds."""
 OTHERS: Mapping[ControlKind | None, str] = {
@@ -252,7 +251,10 @@ class LeaderboardRow:
         return self.no_control is None and self.control != "batch"
 
     def above_other(self, name: str) -> Summary | None:
-        """Returns the gain over another update in `name`, if that is a ranking metric; or None."""
+        """Returns the gain over another update in metric `name`; None without one.
+
+        It is None, too, if no target ranks by `name`.
+        """
         return self.over_others.get(name) if name in ranking_targets() else None
 
     def above_guess(self, name: str) -> Summary | None:
@@ -264,7 +266,11 @@ class LeaderboardRow:
         return self.gains.get(name) if target and target.ranks_by != "mean" else None
 
     def limit(self, name: str) -> float | None:
-        """Returns the most of metric `name` that the privacy claim allows; None if not measured."""
+        """Returns the most of metric `name` that the privacy claim allows.
+
+        None: the claim says nothing of it, or the metric was not measured. An unknown metric is a
+        KeyError.
+        """
         return self.limits.get(name) if self.metrics[name] else None
 
     @property
@@ -302,7 +308,7 @@ class LeaderboardRow:
         return OTHERS.get(self.control, "another update")
 
     def guess_of(self, name: str) -> float:
-        """Returns the guess's mean of metric `name`, or an uninformed answer's; at least 1e-9."""
+        """Returns the guess's mean of metric `name`, else an uninformed answer's; at least 1e-9."""
         guess, metric = self.baseline[name], METRICS[name]
         guess = (metric.uninformed or 0.0) if guess is None else guess
         return max(guess, _ROUNDING)

@@ -1,8 +1,4 @@
-"""Serves the page of runs to browsers while they go on, at one path alone.
-
-No part of a request names a file. Off the loopback interface a token is needed, which only the
-terminal shows.
-"""
+"""Serves the page of runs to browsers while they go on; no part of a request names a file."""
 
 from __future__ import annotations
 
@@ -81,7 +77,6 @@ class _WatchedPage:
             return self._body, f'"{hashlib.sha256(self._body).hexdigest()[:32]}"'
 
     def _sign(self) -> tuple[tuple[str, int, int], ...]:
-        """Returns size and time of every file that the page depends on."""
         entries = []
         found = [p for f in self._folders for name in (RESULTS, PLAN) for p in f.rglob(name)]
         for run in sorted({path.parent for path in found}):
@@ -195,7 +190,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._deadline.cancel()
 
     def do_GET(self) -> None:
-        """Answers with the page, or to HEAD without it."""
         self._deadline.cancel()
         url = urlsplit(self.path)
         if not self._names_this_host():

@@ -124,14 +124,11 @@ def unknown_grants(threat: ThreatModel) -> list[str]:
     return [entry for entry in threat.beyond if entry.partition("=")[0] not in known]
 
 
-# Names of an attacker and of a comparison.
-
-
 def describe_attacker(threat: ThreatModel, vantage: str, *, masked: bool) -> str:
     """Names who attacks, with all that the threat model adds, as a subject: `the server`, say.
 
-    Any `vantage` but `client` and `eavesdropper` is a server's. `masked` says whether it sees a
-    client's part of a secure sum. A longer name ends in a comma.
+    Any `vantage` but `client` and `eavesdropper` is a server's; `masked` says whether that sees
+    parts of a secure sum, and is ignored of others. A longer name ends in a comma.
     """
     done = _DONE[threat.server]
     if vantage in ("client", "eavesdropper"):
@@ -157,9 +154,6 @@ def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = (
     done += threat.differs
     done += "" if watcher == "server" else f", seen by {WATCHERS.get(watcher, watcher)}"
     return f"{scenario}{f' ({variant})' if variant else ''}, {dataset}, {model}{done}"
-
-
-# What the rows themselves state of their attackers, in whole sentences.
 
 
 def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
