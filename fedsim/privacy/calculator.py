@@ -37,11 +37,9 @@ def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
     """Computes the least known δ of `mechanism` at ε >= 0; where the directions differ, the larger.
 
     `keys` are values of the mechanism's keys, which `fedsim privacy` lists. The field `delta` of
-    the answer has δ, exact or a bound; an estimate has an `interval`.
-
-    Raises:
-        FedsimError: the mechanism or a key is unknown, a value is missing or out of range, or the
-            result cannot be computed.
+    the answer has δ, exact or a bound; an estimate has an `interval`. A FedsimError says that the
+    mechanism or a key is unknown, a value is missing or out of range, or that the result cannot be
+    computed.
 
     >>> round(delta("gaussian", {"sensitivity": 1, "sigma": 2}, epsilon=1.0).delta, 6)
     0.00683
@@ -133,16 +131,13 @@ def _out_of_reach(cause: str) -> FedsimError:
 _FINITE = frozenset({"delta", "sigma", "noise_multiplier", "max_leverage", "scale", "bound"})
 """Fields of an answer that must not be infinite."""
 _MOST_EPSILON = 1e6
-"""Largest ε that noise is looked for at."""
 
 
 def load(mechanism: str, part: str) -> type[BaseModel]:
     """Returns the class of a mechanism's `part`, whose fields are its keys.
 
-    Parts are `curve`, `calibration` and `experiment`.
-
-    Raises:
-        FedsimError: there is no such mechanism, it cannot be imported, or it has no such part.
+    Parts are `curve`, `calibration` and `experiment`. A FedsimError says that there is no such
+    mechanism, that it cannot be imported, or that it has no such part.
     """
     names = plugins.names(GROUP)
     if mechanism not in names:
@@ -162,8 +157,7 @@ def load(mechanism: str, part: str) -> type[BaseModel]:
 def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
     """Builds the `curve`, `calibration` or `experiment` of a mechanism from `keys`, values by name.
 
-    Raises:
-        FedsimError: `load` raises it, a key is unknown, or a value is missing or out of range.
+    A key that is unknown, missing or out of range is a FedsimError; so are the errors of `load`.
     """
     cls = load(mechanism, part)
     missing = [k for k, field in cls.model_fields.items() if field.is_required() and k not in keys]

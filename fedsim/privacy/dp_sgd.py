@@ -62,7 +62,6 @@ class _DPSGDKeys(Stated):
         return of_steps(1.0, self._training).relation.replace("_", " ")
 
     def ledger(self, noise_multiplier: float, delta: float) -> tuple[float, str]:
-        """Returns ε, and its accountant's name, as a run of this scenario states them at δ."""
         proven = epsilon_of_steps(
             of_steps(noise_multiplier, self._training),
             self._training,
@@ -81,7 +80,6 @@ class _DPSGDKeys(Stated):
         return max(proven, (claimed, baselines.KAN_INDEPENDENT_METHOD))
 
     def answer(self, noise: float, delta: float, epsilon: float | None = None) -> Answer:
-        """Returns the ε that the ledger states at δ, or a given one, as an answer."""
         stated, accountant = self.ledger(noise, delta)
         return Answer(
             epsilon=stated if epsilon is None else epsilon,

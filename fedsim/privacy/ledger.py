@@ -77,7 +77,6 @@ class Entry:
     anew and batches are not, so that sampling amplifies these releases together."""
     repeats: int = 1
     num_examples: int
-    """Number of examples that the client holds."""
     delta: float
     """δ, in (0, 1)."""
     buffers_released: bool = False
@@ -106,11 +105,8 @@ def claim(stack: Stack, declared: LocalTraining, entry: Entry) -> PrivacyClaim:
     """Returns the guarantee of `stack` to the client of `entry`.
 
     `declared` is the local training before the stack's training defenses. Where nothing is
-    guaranteed ε is inf, `delta` and `unit` are None, and `reason` says why.
-
-    Raises:
-        FedsimError: the stack is contradictory, δ is not in (0, 1), or a sampled batch is larger
-            than the client's data.
+    guaranteed ε is inf, `delta` and `unit` are None, and `reason` says why. A FedsimError says that
+    the stack is contradictory, δ not in (0, 1), or a sampled batch larger than the client's data.
     """
     return replace(_claim_of(stack, declared, entry), claimed_epsilon=stack.claimed_epsilon)
 

@@ -98,8 +98,6 @@ def chance_within(error: float, information: float, dimension: int) -> float:
     return min(1.0, (information + math.log(2)) / -math.log(share))
 
 
-# The paper's upper bound, with its conditions.
-
 _ACTIVATIONS: dict[str, Callable[[float], float]] = {
     "relu": lambda x: max(x, 0.0),
     "leaky_relu": lambda x: x if x > 0 else 0.01 * x,
@@ -206,9 +204,6 @@ def tensor_bound(
     # One broken condition is enough, and the first is the one that is told.
     reason = next((why for why, is_so in failed.items() if is_so), None)
     return TensorBound(rate=rate, value=value, reason=reason)
-
-
-# Limits of any attack.
 
 
 def success_limit(chance: float, claims: Iterable[EpsilonDelta]) -> float:
@@ -373,7 +368,6 @@ class DefenseBounds:
     """States what theory says of one defense; None where it says nothing, with the reason."""
 
     defense: str
-    """Name of the defense, in words."""
     rate: float | None = None
     """`tensor_rate`, to which the error of attack `tensor_features` is proportional."""
     upper: float | None = None

@@ -28,7 +28,6 @@ Array = NDArray[np.float64]
 Rounding = Literal["up", "down"]
 
 _ROUNDING = 1e-12
-"""Relative rounding of the levels."""
 _LEAST, _TOLERANCE, _CELLS, _TAIL = 0.02, 0.01, 2048, 1e-12
 """Least level, relative distance of levels, cells of sums and mass left out of `_squared_norms`."""
 

@@ -32,11 +32,9 @@ CONFIDENCE = 0.99
 """Probability that an interval holds δ."""
 
 _CHUNK = 2048
-"""Draws that are made at a time."""
 _CACHED = 1 << 15
 """Entries of an array of (levels, draws)."""
 _TOLERANCE = 0.03
-"""Relative distance of the grid's levels."""
 _FEWEST = 100
 """Draws in the tail below which no interval is stated."""
 _WORST = 0.1

@@ -24,7 +24,6 @@ REVEALED = "exact Gaussian, averaged over the batches, which may be known"
 _POINTS = 1 << 17
 """Most points of one step's losses."""
 _FINEST = 1e-4
-"""Least step between losses."""
 _LEAST_NOISE, _MOST_NOISE = 0.1, 1e5
 """Range of noise multipliers whose losses are computed. More noise is accounted as the largest."""
 _MOST_STEPS = 100_000

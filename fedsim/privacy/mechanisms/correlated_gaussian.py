@@ -41,7 +41,6 @@ StepSampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixe
 _PATTERNS = 1024
 """Participation patterns that a likelihood ratio sums over, at most."""
 _CHUNK = 1 << 20
-"""Entries of an array of (draws, patterns)."""
 _HELD = 1 << 27
 """Entries of an array of (draws, steps) or (patterns, steps), at most."""
 
@@ -204,9 +203,8 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
     def epsilon(self, delta: float) -> Answer:
         """Computes ε at δ in (0, 1); an answer by random draws is an estimate with an `interval`.
 
-        Raises:
-            FedsimError: Theorem F.12 does not apply, or the draws do not reach that far; a
-                TooMuchWork if they take too long.
+        A FedsimError says that Theorem F.12 does not apply, or that the draws do not reach so far;
+        it is a TooMuchWork if they take too long.
         """
         noise = self.noise_multiplier
         if self.variant == "paper":

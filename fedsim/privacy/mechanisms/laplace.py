@@ -4,9 +4,6 @@ Source: Geng, Ding, Guo and Kumar, Tight Analysis of Privacy and Utility Tradeof
 Differential Privacy, AISTATS 2020, as used in DP-NTK regression, Lemma 3.2: noise of density
 proportional to exp(-|x| / b) on [-B, B], with b = Δ / ε and B = b log1p(expm1(ε) / (2 δ)), makes a
 number of sensitivity Δ (ε, δ)-private. The claim is exact: less than that δ is impossible.
-
-For a vector with noise in every entry, Δ has to be its L1 sensitivity, and δ grows with the number
-of entries in which neighbours differ; the curve here is that of one number.
 """
 
 from __future__ import annotations

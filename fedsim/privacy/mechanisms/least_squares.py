@@ -186,16 +186,14 @@ def is_private(
 def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
     """Finds the largest leverage q up to which every row's δ is at most `delta`.
 
-    The release is that of `log_delta`, and q the leverage in [B, b], features and target.
+    The release is that of `log_delta`, and q the leverage in [B, b], features and target. A
+    FedsimError says that an argument is out of range, or that the leverage is below 1e-50.
 
     Args:
         epsilon: at least 0.
         delta: in (0, 1).
         r: rows of the sketch that the release stands for.
         d: features.
-
-    Raises:
-        FedsimError: an argument is out of range, or the leverage is below 1e-50.
     """
 
     def log_worst(odds: float, rounds: int = _ROUNDS) -> float:
@@ -221,6 +219,8 @@ def sigma(
 ) -> float:
     """Finds σ of the rows σ I appended to [B, b] that makes `log_delta`'s release (ε, δ)-private.
 
+    A FedsimError says that an argument is out of range, or needs a leverage below 1e-50.
+
     Args:
         row_norm: l, the largest L2 norm of a row of [B, b], features and target; σ is in its units.
         r: rows of the sketch that the release stands for.
@@ -230,9 +230,6 @@ def sigma(
         variant: `tight` bounds δ over all leverages 0 <= p <= q <= l² / (l² + σ²), which a database
             of that one row attains; `paper` (Figure 4) takes p = l² / σ² and q = 2 l² / σ², which
             no row can have.
-
-    Raises:
-        FedsimError: an argument is out of range, or needs a leverage below 1e-50.
     """
     norm = float(require_range("row_norm", row_norm, 0.0, _MANY, "a norm of at least 0"))
     if variant == "tight":

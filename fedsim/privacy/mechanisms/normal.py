@@ -63,10 +63,8 @@ class NormalPair:
     def epsilon(self, delta: ArrayLike) -> Array:
         """Computes the least ε >= 0 at which δ(ε) is at most `delta`, in its shape.
 
-        The result is inf where the supports differ.
-
-        Raises:
-            FedsimError: δ is not in (0, 1), or the means are too far apart.
+        The result is inf where the supports differ. A FedsimError says that δ is not in (0, 1), or
+        that the means are more than 1e30 standard deviations apart.
         """
         target = require_delta(delta)
         if self.apart:

@@ -238,7 +238,6 @@ def _reverse(p: Array, a: Array, eps: Array) -> Array:
 
 
 _LEAST = 1e-300
-"""Smallest leverage that is computed with."""
 _APART = 0.7
 """Two terms whose ratio is below this lose nothing in their difference."""
 _DEPTH = 45.0

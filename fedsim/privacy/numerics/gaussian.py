@@ -32,10 +32,8 @@ def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
     """Computes ln δ(ε) of the Gaussian mechanism; the result is right where δ underflows.
 
     `noise_multiplier` is the noise's standard deviation over the L2 sensitivity: 0 gives δ = 1, inf
-    δ = 0. Both directions are alike. The arguments broadcast.
-
-    Raises:
-        FedsimError: `noise_multiplier` is below 0 or `epsilon` not in [0, ∞).
+    δ = 0. Both directions are alike. The arguments broadcast. A FedsimError refuses a multiplier
+    below 0 and an ε that is not in [0, ∞).
 
     >>> np.exp(log_delta([1.1, 0.0], 1.0)).round(6)
     array([0.096146, 1.      ])
@@ -52,10 +50,8 @@ def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
 def epsilon(noise_multiplier: ArrayLike, delta: ArrayLike) -> Array:
     """Computes the least ε >= 0 at which Gaussian noise is (ε, δ)-private; inf for no noise.
 
-    `noise_multiplier` is as of `log_delta`, and the arguments broadcast.
-
-    Raises:
-        FedsimError: `noise_multiplier` is below 0 or `delta` not in (0, 1).
+    `noise_multiplier` is as of `log_delta`, and the arguments broadcast. A FedsimError refuses a
+    multiplier below 0 and a δ that is not in (0, 1).
 
     >>> float(epsilon(1.1, 1e-5).round(3))
     3.921
@@ -90,10 +86,8 @@ def epsilon(noise_multiplier: ArrayLike, delta: ArrayLike) -> Array:
 def noise_multiplier(epsilon: ArrayLike, delta: ArrayLike) -> Array:
     """Computes the least standard deviation of (ε, δ)-private Gaussian noise.
 
-    It is in units of the L2 sensitivity. The arguments broadcast.
-
-    Raises:
-        FedsimError: `epsilon` is not in [0, ∞) or `delta` not in (0, 1).
+    It is in units of the L2 sensitivity. The arguments broadcast. A FedsimError refuses an ε that
+    is not in [0, ∞) and a δ that is not in (0, 1).
 
     >>> float(noise_multiplier(1.0, 1e-5).round(4))
     3.7306

@@ -45,7 +45,6 @@ _LONG = 6.0
 _DEPTH = 42.0
 """The path ends where the integrand has fallen by exp(-42)."""
 _LENGTHS = np.geomspace(2.8, 45.0, 32)
-"""The lengths of path to choose from, in v."""
 _DENSITY = 9.0
 """Nodes per length at first: enough for nearly all integrands."""
 _MOST = 1 << 16
@@ -363,7 +362,7 @@ class _Form:
         return np.asarray(each.sum(0) / 2)
 
     def variance(self) -> Array:
-        """Computes K''(0), the variance of L under the first distribution."""
+        """Computes K''(0)."""
         return np.asarray((self.count * self.a**2 / 2 + self.shift).sum(0))
 
     def most(self) -> Array:

@@ -222,7 +222,6 @@ _TOLERANCE = 0.005
 _DIGITS = 5
 """Digits of a noise multiplier, rounded up: it reads well, and is the same on every machine."""
 _RANGE = (1e-6, 1e9)
-"""Least and largest noise multiplier that is looked at."""
 _MOST = 60
 """Most questions to the accountant; a few suffice where ε falls smoothly."""
 _USUAL = 8
