@@ -6,14 +6,10 @@ threshold is fixed on one half of each sample and only the other half is counted
 and Oprea, Auditing Differentially Private Machine Learning, NeurIPS 2020; Nasr et al., Tight
 Auditing of Differentially Private Machine Learning, USENIX Security 2023).
 
-A bound above a claim refutes it. A bound below proves nothing: the attack may have been weak.
-
-From one run with many canaries. Steinke, Nasr and Jagielski, Privacy Auditing with One (1) Training
-Run, NeurIPS 2023: each of m canaries is included by a fair coin of its own, an attacker guesses
-some of the coins from what the run released, and of an (ε, δ)-private run hardly more than a share
-of 1 / (1 + exp(-ε)) of the guesses can be right (Theorem 5.2; algorithm of Appendix D). Canaries
-are examples (or clients) that are added or left out; their contributions need not be independent of
-each other.
+In one run with many canaries each is included by a fair coin of its own. An attacker guesses coins,
+and of an (ε, δ)-private run hardly more than a share of 1 / (1 + exp(-ε)) of the guesses can be
+right (Steinke, Nasr and Jagielski, Privacy Auditing with One (1) Training Run, NeurIPS 2023,
+Theorem 5.2; algorithm of Appendix D). Contributions of canaries need not be independent.
 """
 
 from __future__ import annotations
@@ -47,8 +43,8 @@ class LowerBound:
     confidence: float
     """Least probability, in (0, 1), with which the statement is right."""
     method: BoundMethod
-    """Name of the function, as `threshold` of `threshold_bound`. `gaussian_dp` is `gaussian_bound`:
-    it holds only where the trade-off curve is a Gaussian one."""
+    """Function that found it: `threshold_bound`, `one_run_bound`, or, as `gaussian_dp`,
+    `gaussian_bound`, whose bound holds only where the trade-off curve is a Gaussian one."""
 
 
 def threshold_bound(
@@ -56,8 +52,8 @@ def threshold_bound(
 ) -> LowerBound:
     """Computes a lower bound of ε at δ from an attacker's scores in two neighbouring worlds.
 
-    A score is the higher, the likelier the row is there. Nothing is presumed of the release. One
-    threshold, fixed on half of each sample, is counted on the other half.
+    A score is the higher, the likelier the row is there. Nothing is presumed of the release. A
+    threshold for each tail is fixed on the first half of each sample and counted on the second.
 
     Args:
         absent: (n,) scores of independent releases without the row; infinite ones are allowed.
@@ -178,7 +174,6 @@ def _ratio(low: Array, high: Array, delta: float) -> Array:
 
 
 def _choose_threshold(likelier: Array, other: Array, delta: float, error: float) -> Array:
-    """Returns (1,) the threshold with the best bound on these scores."""
     candidates = _candidates(other, likelier)
     low = _lower_end(*_tail(likelier, candidates), error)
     high = _upper_end(*_tail(other, candidates), error)
@@ -197,7 +192,6 @@ def _candidates(*worlds: Array) -> Array:
 
 
 def _tail(scores: Array, thresholds: Array) -> tuple[NDArray[np.int64], int]:
-    """Counts (scores that reach each threshold, all scores)."""
     reached = len(scores) - np.searchsorted(np.sort(scores), thresholds, side="left")
     return reached.astype(np.int64), len(scores)
 
@@ -254,8 +248,8 @@ def one_run_bound(
         delta: in (0, 1).
         confidence: probability, in (0, 1), with which the bound holds.
         guesses: even numbers of canaries to guess, the highest half of them as included and the
-            lowest as left out. They must not depend on the coins; by default they are about m,
-            m / 2, m / 4 and m / 8.
+            lowest as left out. They must not depend on the coins; None: about m, m / 2, m / 4 and
+            m / 8.
 
     Raises:
         FedsimError: an argument is out of range, shapes differ, a score is NaN, or there are fewer

@@ -1,8 +1,4 @@
-"""Computes what one canary contributes to a release, and what the server sees of it.
-
-The global model stays at its start, as of a server that sends it again: a claim is one against any
-server.
-"""
+"""Computes what one canary contributes to a release, and what the server sees of it."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from fedsim.types import Dataset, Tensors, as_pixels
 class Contributions:
     """Computes what canaries contribute at the model `start`, its (parameters, buffers).
 
-    None is the workload's model before training.
+    If `start` is None, it is the workload's model before training.
     """
 
     def __init__(self, workload: Workload, start: tuple[Tensors, Tensors] | None = None) -> None:

@@ -50,7 +50,7 @@ class MechanismVerdict:
 
     @property
     def text(self) -> str:
-        """The verdict in words: `holds`, or a text that begins with REFUTED."""
+        """The verdict in words: `holds`, or a text that begins with `REFUTED`."""
         return "holds" if self.holds else "REFUTED: the mechanism leaks more than it claims"
 
 

@@ -1,10 +1,8 @@
 """One run of a federation whose data are canaries, each by a coin of its own.
 
-A canary's coin decides between the two worlds that the claim tells apart: which of two labels an
-example has, whether it is there, or whether a client sends an update of twice the bound. The run
-goes through the code that clients run, as scheduled. An attacker who knows all but coins and noise
-then says of each canary how much of it the server saw (Steinke, Nasr and Jagielski, Privacy
-Auditing with One (1) Training Run, NeurIPS 2023).
+The run goes through the code that clients run, as scheduled. An attacker who knows all but coins
+and noise then says of each canary how much of it the server saw (Steinke, Nasr and Jagielski,
+Privacy Auditing with One (1) Training Run, NeurIPS 2023).
 """
 
 from __future__ import annotations
@@ -47,10 +45,12 @@ def scores(
 
     Args:
         workload: the federation.
-        unit: what the claim hides, an `example`, or a `client`, each of which is then a canary.
+        unit: what the claim hides, an `example`, or a `client`: then each client is a canary, and
+            `relation` and `canaries` do not matter.
         relation: `replace_one` if the coin of an example exchanges its label; otherwise it decides
             whether it is there.
-        canaries: the most examples that are canaries, equally many of a client.
+        canaries: the most examples that are canaries. Each client has an equal share, if it holds
+            as many; where clients are more, the first have one each.
         on_progress: called with (rounds done, all rounds).
     """
     cast: _Cast
@@ -74,7 +74,7 @@ def scores(
 
 
 _ALL = -1
-"""Number that stands for the sender of the aggregate."""
+"""Stands for the sender of the aggregate."""
 
 
 class _Cast(ABC):
@@ -187,7 +187,6 @@ class _Examples(_Cast):
         self.clients = [self._apply_coins(client) for client in self.run.clients]
 
     def _apply_coins(self, client: Client) -> Client:
-        """Returns the client with the examples that coins left it, and the audit's randomness."""
         if self.replaced:
             return replace(client, seed=self.seed)
         there = torch.isin(client.own, self.examples[self.coins])

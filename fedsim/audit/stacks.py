@@ -1,9 +1,7 @@
 """Auditing a defense stack inside its federation: canaries take part, or they do not.
 
-The claim of a stack holds of any data, so the auditor chooses the worst that it can make: an update
-of twice the bound where a whole client is hidden; where one example is, an example whose label is
-exchanged, or one that is there or not. Either goes through the code that clients run, noise
-included.
+The claim of a stack holds of any data, so the auditor chooses the worst that it can make, which
+goes through the code that clients run, noise included.
 """
 
 from __future__ import annotations
@@ -29,8 +27,9 @@ def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> Non
     """Refuses, by a FedsimError, an audit that could show nothing of some stack's claim.
 
     `claims` has each stack's by its name, and `clients` is the number of clients. At least one
-    claim has to be finite, and a canary has to exist for each that is. In one run, there may be
-    10,000 canaries, and claims on clients need 20 clients.
+    claim has to be finite, and each that is has to hide a client under `zero_out`, or an example
+    under `replace_one` or `zero_out`. In one run, there may be at most 10,000 canaries, and claims
+    on clients need 20 clients or more.
     """
     proven = {name: claim for name, claim in claims.items() if claim.unit is not None}
     if not proven:
@@ -75,18 +74,18 @@ def audited_epsilon(
     """Computes a lower bound of the stack's ε at the claim's δ, by an audit; 0 refutes nothing.
 
     Above the claim's ε the bound refutes the claim with the audit's confidence; below, it proves
-    nothing. For Gaussian noise without sampling, two worlds give the ε of the strongest Gaussian
-    claim (μ-GDP) that is not refuted. Elsewhere the bound is that of any (ε, δ) claim.
+    nothing. For Gaussian noise without sampling, two worlds may give a bound on the ε of Gaussian
+    claims (μ-GDP) alone. Elsewhere the bound is that of any (ε, δ) claim.
 
     Args:
         workload: the federation.
         claim: what is tried; it has passed `check`.
         audit: the scenario's method, canaries and confidence.
-        taken: for each client the numbers of the rounds that it takes part in, from 1.
+        taken: for each client the numbers of the rounds that it takes part in, from 1; not used by
+            the method `one_run`.
         on_progress: called with (done, total) trainings of the canary, or rounds of one run.
 
-    Raises:
-        FedsimError: as `one_run.scores`, or `two_worlds.scores`.
+    Errors are those of `one_run.scores`, or `two_worlds.scores`.
     """
     assert claim.unit is not None
     assert claim.relation is not None

@@ -1,10 +1,9 @@
 """One canary in many trainings of one client, and in as many it does not take part.
 
-How it is told is found from half of the trainings, and tried on the others. The sum of all that is
-seen along the canary decides best where noise is independent between tensors, entries and rounds,
-of one deviation. Here the covariance of the release between these is measured beside: a combination
-in which noise is less than declared, or cancels, tells more. It is chosen on the first half of each
-world's trials; a bound counts the second half alone, and so fails no more often for it.
+The sum of all that is seen along the canary decides best where noise is independent between
+tensors, entries and rounds, of one deviation. A combination in which noise is less than declared,
+or cancels, tells more. It is chosen on the first half of each world's trials; a bound counts the
+second half alone, and so fails no more often for it.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class _Looks:
     """Features of a trial: sums along the canary, by tensor and round, and a few entries."""
 
     def __init__(self, trials: _Trials) -> None:
-        """Chooses the entries from trials without the canary."""
         towards = trials.towards
         self._towards, self._weights = towards, trials.weights
         flat = _flat(towards[0])
@@ -181,10 +179,10 @@ def scores(
     Args:
         workload: the federation.
         unit: what the claim hides, a `client` or an `example`.
-        relation: `replace_one` if an example like the client's others is in the canary's place
-            without it; otherwise none is.
-        taken: for each client the numbers of the rounds that it takes part in, from 1; the canary's
-            client is the worst off.
+        relation: of an example, `replace_one` if one like the client's others is in its place
+            where it is absent; otherwise none is.
+        taken: for each client the numbers of the rounds that it takes part in, from 1. A canary
+            takes part as the client that is the worst off.
         canaries: number of trainings in each world.
         on_progress: called with (trainings done, all).
     """
@@ -239,7 +237,7 @@ def _client_trials(workload: Workload, taken: Collection[tuple[int, ...]]) -> _T
 def _worst_participation(
     workload: Workload, taken: Collection[tuple[int, ...]]
 ) -> tuple[frozenset[int], Array]:
-    """Returns rounds and weights of the client that is easiest to detect."""
+    """Returns (rounds, weights) of the client that is easiest to detect."""
     if not isinstance(workload.stack.aggregation, NoisyAggregation):
         most = max(map(len, taken))
         return frozenset(range(1, most + 1)), np.ones(most)
@@ -320,8 +318,6 @@ _MOST_OF_ONE = 2 + 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class _World:
-    """One of the two neighbouring federations."""
-
     federation: Workload
     client: Client
     """The canary's client, or the holder of the rest of its data where there is no canary."""
