@@ -22,10 +22,10 @@ def spent(
         server: The federation.
         round: Number of rounds that are over.
         probes: Whether answers to probes count too; never if `privacy.probes` is `outside`.
-        seen_from: View of whoever looks.
+        seen_from: `client` if a participant looks, who knows its own part of a combination. Any
+            other view is that of the server.
 
-    Raises:
-        FedsimError: as `fedsim.privacy.ledger.claim`.
+    Errors are those of `fedsim.privacy.ledger.claim`.
     """
     account, stack = account_of(server), _accounted_stack(server, seen_from)
     worst: PrivacyClaim | None = None
@@ -75,7 +75,6 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
 
 
 def _with_set_up(server: Server, entry: Entry) -> Entry:
-    """Returns `entry` with what the federation releases besides updates, in any round."""
     return replace(
         entry,
         buffers_released=server.releases_statistics,
@@ -93,8 +92,9 @@ one."""
 def claim_for_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
     """Returns claims for an example that is known to be in the batch of `seen`.
 
-    The first is at `privacy.delta`, others are at δ from 1e-6 to 0.97. All releases up to the round
-    of `seen` count, without amplification by sampling. It fails as `fedsim.privacy.ledger.claim`.
+    The first is at `privacy.delta`, 13 others are at rising δ from 1e-6 to 0.97, each for the
+    client with the largest ε. All releases up to the round of `seen` count, without amplification
+    by sampling. It fails as `fedsim.privacy.ledger.claim`.
     """
     account, stack = account_of(server), _accounted_stack(server, seen.vantage)
     entries = [
@@ -113,7 +113,8 @@ def claim_for_drawn(server: Server, seen: Observation) -> list[PrivacyClaim]:
 def spent_by(server: Server, round: int) -> PrivacyClaim:
     """Returns a valid claim after `round` >= 1 rounds, as `spent` does, and perhaps a larger ε.
 
-    If batches are sampled at random sizes, it is the claim after the next power of two of rounds.
+    If batches are sampled at random sizes, it is the claim after the least power of two of rounds
+    that is not below `round`, or after all rounds if that is more than there are.
     """
     sampled = server.training.sampling != "without_replacement"
     # The ε after a later round is no smaller, so it is valid here. Powers of two keep slow

@@ -1,10 +1,7 @@
 """One client: the examples that it holds, and what it computes from them in a round.
 
-A client is a value. Whoever wants another one, with other examples or of another seed, makes it.
-Coins set some of its examples aside, so that attacks can be asked who took part.
-
-A participant also learns of the others. Two global models tell the mean m of n updates that weigh
-the same; with its own update u, the others' mean is (n m - u) / (n - 1), computed in float64.
+Two global models tell a participant the mean m of n updates that weigh the same; with its own
+update u, the others' mean is (n m - u) / (n - 1).
 """
 
 from __future__ import annotations
@@ -53,7 +50,8 @@ class ClientResult:
     """What the client's defenses and sampling keep for its next round, by name. After a probe it
     is the state that was handed in."""
     loss: float | None
-    """Mean loss of the first batch under the global model, before any step; None if untrained."""
+    """Sum of the first batch's losses under the global model, over the declared batch size: the
+    mean where sizes are fixed. None for a closed-form release."""
     is_clipped: bool | None = None
     """Whether Flower's adaptive clipping shortened the update; None where that is not used."""
 
@@ -72,8 +70,8 @@ class Client:
     """Seed of its batches, and of its noise unless `noise_seed` is given."""
     noise_seed: int | None = None
     """Seed of all draws but batches. These then also depend on the weights, buffers and `state`
-    that an update is computed from, so that no two values share their noise. None: `seed` gives
-    them, and they are the same for all values."""
+    that an update is computed from, so that no two models share their noise. None: `seed` gives
+    the draws, and they are the same for all models."""
     absent: Tensor | None = None
     """(k,) int64 indices, a part of `own`, that batches draw as usual and then leave out, as in a
     neighbouring database. None: nothing is left out."""
@@ -221,10 +219,8 @@ class Client:
 
         No two trials share an example. `training` is the local training of one trial, after the
         stack's training defenses. A single trial is never refused: if the client holds too few,
-        its batches are drawn like those of training.
-
-        Raises:
-            FedsimError: there are too few; the message says how many trials there can be.
+        its batches are drawn like those of training. The FedsimError says how many trials there
+        can be.
         """
         if trials == 1:
             return
@@ -274,7 +270,6 @@ class Client:
         return batches.distinct(self.own, self.dataset.inputs)
 
     def _choose(self, training: LocalTraining, path: tuple[int, ...], step: int) -> Tensor:
-        """Returns the indices of the examples of one batch."""
         if training.sampling == "balls_in_bins":
             # No step is in the path, so that each step finds the same bins.
             stream = rng.generator(self.seed, "bins", self.number)
@@ -284,7 +279,6 @@ class Client:
         return draw(self.own, training.batch_size, rng.generator(self.seed, "batch", *path))
 
     def _path(self, round: int, probe: Probe | None) -> tuple[int, ...]:
-        """Returns the path of the streams of one release."""
         asked = () if probe is None else (probe.batch_size, probe.trial)
         return (round, self.number, *asked)
 
@@ -313,8 +307,8 @@ def split_candidates(
 ) -> list[CandidateSplit]:
     """Draws each client's candidates and their coins; returns a split per client, as `parts`.
 
-    An example whose content occurs twice among all `inputs` is no candidate: its copy could be
-    trained on while it is held out.
+    An example whose content occurs more than once among all `inputs` is no candidate: a copy could
+    be trained on while it is held out.
 
     Args:
         parts: (n,) indices of each client's examples in `inputs`, in the order of the clients.
@@ -358,7 +352,10 @@ _PARTS = ("update", "own_buffer", "parameter", "buffer")
 
 
 def pack_round(update: Update, parameters: Tensors, buffers: Tensors) -> dict[str, Tensor]:
-    """Returns, in one mapping for `look`, a participant's `update` and the model it began from."""
+    """Returns, in one mapping for `look`, a participant's `update` and the model it began from.
+
+    Names begin with `update.`, `own_buffer.` (of the update), `parameter.` or `buffer.`.
+    """
     parts = zip(_PARTS, (update.tensors, update.buffers, parameters, buffers), strict=True)
     return {f"{kind}.{name}": value for kind, part in parts for name, value in part.items()}
 
@@ -379,8 +376,7 @@ def look(
         parameters: Parameters of the global model after the round.
         buffers: Its buffers.
 
-    Raises:
-        FedsimError: two global models do not tell this learner's mean update.
+    A FedsimError says that two global models do not tell this learner's mean update.
     """
     update, own_buffers, before, old_buffers = (_under(kind, kept) for kind in _PARTS)
     others = len(server.plan(round).participants) - 1

@@ -1,8 +1,7 @@
 """Plans who takes part in which round, and what is recorded of it.
 
 Plans follow from the scenario and its seed alone, so every process of a run computes the same ones,
-and all defenses are attacked on the same victims. Of the stack they use only whether updates are
-combined before the server sees them.
+and all defenses are attacked on the same victims.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class RoundPlan:
     """Participants who learn the others' mean update from the next global model: those that take
     part in the next round, too, and that `observe` has look as `client`."""
     probes: tuple[Probe, ...]
-    """Probes that `observed` answer besides training, with `release` 0; empty if the training
-    update itself is recorded, or nothing."""
+    """Probes that `observed` answer besides training, by batch size and trial, with `release` 0;
+    empty if the training update itself is recorded, or nothing."""
     releases: int
     """Number of times that each of `probes` is asked for, `release` being 0 to `releases` - 1."""
 

@@ -1,7 +1,4 @@
-"""Computes what the server of one defense stack's federation does, without any client's data.
-
-The tap and Flower's ServerApp hold nothing else.
-"""
+"""Computes what the server of one defense stack's federation does, without any client's data."""
 
 from __future__ import annotations
 
@@ -85,7 +82,6 @@ class Server:
     """Seed of the noise that the server adds; None: the scenario's, which everybody knows."""
 
     def __post_init__(self) -> None:
-        """Builds the stack and the computation; FedsimErrors say that the data do not fit."""
         # The dataclass is frozen, but a learner may take the data in another form.
         object.__setattr__(self, "described", self._learner.view(self.described))
         if not isinstance(self.described, self._learner.data):
@@ -100,7 +96,7 @@ class Server:
 
     @cached_property
     def device(self) -> torch.device:
-        """Device that clients compute on, as the scenario's `device` resolves here."""
+        """Device that clients compute on; a FedsimError if the scenario's is not available here."""
         return torch.device(resolve_device(self.scenario.device))
 
     @cached_property
@@ -447,7 +443,6 @@ class Server:
 
 
 def _noting_types(updates: Iterable[Update], types: dict[str, torch.dtype]) -> Iterator[Update]:
-    """Passes `updates` on, and leaves the types of their tensors in `types`."""
     for update in updates:
         types.update({name: value.dtype for name, value in update.tensors.items()})
         yield update

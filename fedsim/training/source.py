@@ -38,13 +38,16 @@ def load_dataset(scenario: Scenario) -> Dataset | Table:
 
 
 def load_source(chosen: PluginRef) -> Dataset | Table:
-    """Loads the data that `chosen` names; a FedsimError says that they cannot be found or read."""
+    """Loads the data that `chosen` names; a FedsimError says that they cannot be found or read.
+
+    Further errors are those of `build_source`.
+    """
     with blaming("data.source"):
         return build_source(chosen).load()
 
 
 def build_source(chosen: PluginRef) -> DataSource:
-    """Builds the source `chosen`; FedsimError: not installed, ValidationError: bad parameters."""
+    """Builds the source `chosen`; FedsimError if not installed, ValidationError for parameters."""
     source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
     assert isinstance(source, DataSource)
     return source

@@ -1,7 +1,6 @@
 """Counts what clients release over the rounds, and finds the noise that keeps to an asked ε.
 
-Counts are those of the client that is worst off: the most participations, the most probes and the
-least data. How much a client holds is known from the census, and it is taken to be public.
+How much a client holds is known from the census, and it is taken to be public.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fedsim.words import number_of
 
 
 def asked_epsilons(stack: Stack) -> list[AskedEpsilon]:
-    """Returns the ε of each defense of `stack` that declares an ε in place of a noise, if any."""
+    """Returns the ε of each defense of `stack`, in order, that declares one in place of a noise."""
     return [one.target for one in stack.training_defenses if one.target]
 
 
@@ -105,7 +104,6 @@ def _only_target(stack: Stack, delta: float) -> AskedEpsilon:
 
 
 def _with_noise(stack: Stack, multiplier: float) -> Stack:
-    """Returns `stack` whose defense that asks for an ε has this noise."""
     defenses = tuple(
         one.with_noise(multiplier) if one.target else one for one in stack.training_defenses
     )

@@ -1,8 +1,7 @@
 """Watches which images and labels a PyTorch training loop computes its steps from, and keeps them.
 
-Nothing of the loop is changed. What counts is what the model is called with, not what a loader
-yields: after all transforms, and only where gradients are computed. An input and the labels that a
-loss compares its output with make a batch; what optimizers are stepped with makes a step.
+What counts is what the model is called with where gradients are computed. An input and the labels
+that a loss compares its output with make a batch; what optimizers are stepped with makes a step.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Steps:
     """Class name of the optimizer, such as `SGD`; None if none stepped."""
     settings: dict[str, float] = field(default_factory=dict)
     """Numeric options of the first step, by the optimizer's own names (`lr`, `momentum`). The two
-    `betas` are `beta1` and `beta2`."""
+    `betas` are `beta1` and `beta2`; a flag is 0 or 1."""
     rates: list[float] = field(default_factory=list)
     """Learning rate of each step, 0 if its optimizer has none; empty if no optimizer stepped."""
     factors: list[float] = field(default_factory=list)
@@ -88,7 +87,7 @@ class Steps:
     _known: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, batches: list[tuple[Tensor, Tensor]]) -> bool:
-        """Appends a step to `images`, `labels`, `order` and `sizes`.
+        """Appends a step to `images`, `labels`, `order` and `sizes`, and counts `left_out`.
 
         Its batches are (images (B, C, H, W), labels (B,)) on the CPU. Returns whether one batch has
         an example twice.
@@ -144,7 +143,6 @@ class _Loss:
     differentiated: bool = False
 
     def mark(self, _: Tensor) -> None:
-        """Notes that the loss is differentiated."""
         self.differentiated = True
 
 
@@ -171,7 +169,6 @@ class _Watch:
         """Weights before the first step."""
 
     def hear(self, event: Callable[..., None], *arguments: Any) -> None:
-        """Calls `event` with `arguments` if it is of this watch's thread and the watch goes on."""
         if threading.get_ident() == self._thread and self.steps.failure is None:
             self.attempt(event, self, *arguments)
 
@@ -185,7 +182,6 @@ class _Watch:
             self.steps.images.clear()
 
     def on_call(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Notes the first images that the model is called with, where gradients are computed."""
         # Modules call modules: only at depth 0 does the loop itself call, with a new batch.
         if self._depth == 0:
             self._caught = False
@@ -205,12 +201,10 @@ class _Watch:
             self.steps.called_with = " and ".join(kinds) or "no tensor"
 
     def on_return(self, _module: nn.Module, _arguments: Any, _output: Any) -> None:
-        """Notes that a module has computed, also if it failed."""
         # The return of a call that began before the watch is heard, too.
         self._depth = max(0, self._depth - 1)
 
     def on_loss(self, value: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Notes the images, labels and options of a loss."""
         if not torch.is_grad_enabled():
             return
         given = {**dict(zip(_ARGUMENTS, arguments, strict=False)), **named}
@@ -251,7 +245,6 @@ class _Watch:
             self.steps.loss = loss
 
     def on_backward(self, _: None, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Notes the value that was differentiated."""
         values = arguments[0] if arguments else named["tensors"]
         if isinstance(values, Tensor):
             self._differentiated.append(float(values.detach().sum()))
@@ -269,7 +262,6 @@ class _Watch:
             self.steps.unmodelled.append(what)
 
     def on_step(self, optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
-        """Makes a step of the losses so far, before an optimizer steps."""
         self._drop_unlearned()
         if not self._losses:
             self._clear()
@@ -460,6 +452,7 @@ def keep_testimony(
     Raises:
         FedsimError: the watch failed or saw no labelled images, and this reason was written; or
             `max_bytes` would be exceeded, and nothing was.
+        OSError: a file cannot be written.
     """
     if steps.failure is not None or not steps.images:
         reason = _why_nothing(steps)

@@ -1,7 +1,7 @@
 """Holds one defense stack's federation with its clients' data, for processes that run clients.
 
-It is built from (scenario, stack name) alone. All batches are functions of (seed, round, client)
-and not of the stack: every defense is attacked on the same victims.
+All batches are functions of (seed, round, client) and not of the stack: every defense is attacked
+on the same victims.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Workload(Server):
         raise FedsimError(f"client {number} does not compute here")
 
     def of_neighbours(self, dataset: Dataset | Table) -> Workload:
-        """Returns it on another `dataset`, prepared and dealt anew; fails as the constructor."""
+        """Returns the federation on other data, prepared and dealt anew; it fails as when built."""
         prepared = build_source(self.scenario.data.source).prepared(dataset)
         return Workload(self.scenario, self.stack_name, prepared)
 
@@ -107,7 +107,7 @@ class Workload(Server):
         *,
         probe: Probe | None = None,
     ) -> ClientResult:
-        """Returns what client number `client` computes: see `Client.update`; fails as `client`."""
+        """Returns what `Client.update` does of client number `client`; fails as it, or `client`."""
         own = self.client(client)
         return own.update(self, round, parameters, buffers, state, probe=probe)
 
