@@ -74,13 +74,14 @@ class Guesser(_PublicExamples):
     """Guesses batches from public images: called with a batch size, it returns a `Guess`.
 
     Known labels of the batch may follow, as many; else a ScoringError. The same size and labels
-    give the same guess, and guessers of the same images and labels are equal.
+    give the same guess, whose tensors are cached: do not change them. Guessers of the same images
+    and labels are equal.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """Takes P public `images` (P, C, H, W) uint8, `labels` (P,) int64; ScoringError if P is 0.
 
-        At most 10,000 of them are kept.
+        Of these, 10,000 or 64 MiB are kept, if that is less; `mean` is that of all, (C, H, W).
         """
         self.mean = mean_image(images)
         """(C, H, W) pixels that stand in for each missing image of an attack's answer."""
@@ -99,7 +100,7 @@ class Guesser(_PublicExamples):
         return isinstance(other, Guesser) and other._content == self._content
 
     def __hash__(self) -> int:
-        """Returns a hash of the images and labels."""
+        """Returns a hash."""
         return hash(self._content)
 
     def count_copies(self, images: Tensor) -> int:
@@ -222,7 +223,7 @@ def near_copies(images: Tensor, public: Tensor) -> int:
 
 
 def _outlines(images: Tensor) -> Tensor:
-    """Returns small images without their means, (N, D) of length 1; 0 for images of one level."""
+    """Returns (N, D) small images without their means, of length 1; 0 for images of one level."""
     height, width = (min(_OUTLINE, size) for size in images.shape[2:])
     values = F.adaptive_avg_pool2d(images.float(), (height, width)).flatten(1)
     return F.normalize(values - values.mean(1, keepdim=True), dim=1)

@@ -60,8 +60,9 @@ def ssim(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
     """Returns the structural similarity of each of N pairs (N, C, H, W): (N,) in [-1, 1].
 
     The form is that of scikit-image (Wang et al., IEEE TIP 13(4), 2004). The window is uniform, of
-    7 x 7 pixels, or the largest odd window that fits a smaller image. Images have to be on the CPU.
-    An `Unavailable` says that a side is below 3 pixels, or that scikit-image is missing.
+    7 x 7 pixels, or the largest odd window that fits a smaller image. Images have to be on the CPU
+    and need no gradient. An `Unavailable` says that a side is below 3 pixels, or that scikit-image
+    is missing.
     """
     try:
         from skimage.metrics import structural_similarity
@@ -185,7 +186,7 @@ class LpipsMetric:
         return torch.cat(values).double()
 
     def describe(self, height: int, width: int) -> str:
-        """Names backbone, weights and size of images; only values of equal texts compare."""
+        """Names backbone, weights and size of images; only values with equal texts compare."""
         published = self.weights_sha256.startswith(_digest_in_name(self.backbone))
         origin = "torchvision's ImageNet weights" if published else "weights from a file"
         sizes = f"{height}x{width}"
@@ -204,7 +205,8 @@ def load_lpips(
 
     Its weights are a state dict of torchvision's AlexNet, VGG-16 or SqueezeNet 1.1 at
     `weights_path`, as `.safetensors` or as the `.pth` file that torchvision publishes. None: they
-    are in torchvision's cache. Nothing is downloaded. A FedsimError refuses a file too large.
+    are in torchvision's cache. Nothing is downloaded. A FedsimError refuses a file too large, an
+    OSError one that may not be read.
     """
     cached = Path(torch.hub.get_dir()) / "checkpoints" / _PUBLISHED[backbone]
     path = Path(weights_path) if weights_path else cached

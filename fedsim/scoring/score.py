@@ -27,7 +27,10 @@ NOT_LEARNED = {"public": None, "public_per_image": None, "near_copies": None}
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """States how close a reconstruction came; `scores[metric]` is its mean, or None."""
+    """States how close a reconstruction came; `scores[metric]` is its mean, or None.
+
+    It is None where the metric does not apply; a name that is no metric's is a KeyError.
+    """
 
     means: Mapping[str, float]
     """Metric -> mean over the batch, in the metric's unit; one that does not apply is missing."""
@@ -41,7 +44,7 @@ class Scores:
     """Metric -> why it has no value, or how it was computed where only like values compare."""
 
     def __getitem__(self, name: str) -> float | None:
-        """Returns the mean of the metric `name`, which must be one; None if it does not apply."""
+        """Returns the mean of the metric `name`."""
         return self.metrics()[name]
 
     @property

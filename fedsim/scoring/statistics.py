@@ -43,7 +43,7 @@ class Summary:
         return self.mean if self.low is None else self.low
 
     def best_of(self, compared: int) -> Summary:
-        """Returns the summary of a sample chosen among `compared` >= 1: Bonferroni's interval."""
+        """Returns the summary as one chosen among `compared` >= 1: with Bonferroni's interval."""
         if self.low is None or self.std is None:
             return replace(self, compared=compared)
         half = _half_width(self.std, self.n, 1 - (1 - self.confidence) / compared)
@@ -182,7 +182,6 @@ class Accuracy:
 
     share: float
     examples: int
-    """Number of test examples."""
     chance: float
     """Share of the test set's most frequent class, which needs no model."""
     low: float
