@@ -33,18 +33,16 @@ class Interrupted(KeyboardInterrupt):
 
 class _State:
     received = False
-    """Whether a signal has told the command to end."""
     ended = False
     """Whether the command's work is over, for whatever reason."""
     reported = False
-    """Whether the command has said how to go on."""
 
 
 _state = _State()
 
 
 def how_to_go_on() -> str:
-    """Returns a line with the command that does the rest of this process's work (`sys.argv`)."""
+    """Returns a line, no newline, with the command that does the rest of this one (`sys.argv`)."""
     words = sys.argv[1:]
     text = shlex.join(["fedsim", *(word for word in words if word != "--resume")])
     if words[:1] in (["run"], ["up"]):
@@ -109,7 +107,6 @@ def delay_interrupts() -> Iterator[None]:
 
 
 def _install() -> None:
-    """Handles the signals that are not ignored, and starts the thread that watches them."""
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     reader, writer = os.pipe()
     # `set_wakeup_fd` takes no descriptor that may block.

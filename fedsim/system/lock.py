@@ -26,7 +26,7 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
-    """Locks `folder` against other runs in a `with` block; makes the folder if it is missing.
+    """Locks `folder` against other runs in a `with` block, and makes it if it is missing.
 
     A FedsimError says that another run has it, and by which `option` a user chooses another; or
     that its `.lock` is not a regular file. An OSError says that the folder cannot be written to. A

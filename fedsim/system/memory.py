@@ -12,10 +12,9 @@ import torch
 
 from fedsim.types import FedsimError
 
-# From glibc's <malloc.h>.
+# From glibc's <malloc.h>, and the largest threshold that it accepts on 64-bit machines.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 2**25
-"""The largest threshold that glibc accepts on 64-bit machines."""
 
 
 @cache

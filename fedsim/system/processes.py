@@ -28,7 +28,6 @@ from typing import Any
 from fedsim.system import interrupts
 
 _PR_SET_PDEATHSIG = 1
-"""Option of Linux's prctl that sets the signal for a parent's death, from <sys/prctl.h>."""
 
 
 @dataclass
