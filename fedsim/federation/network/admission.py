@@ -1,9 +1,8 @@
 """What passes the gate: requests of one form, signed by a node's key, and each signature once.
 
-Flower signs no more of a request than its time, and accepts a signature for five minutes: whoever
-saw one can use it for any request of that node. It reads a whole body before it asks who sent it,
-and believes a node that says that its message comes from another node, or from the server. None of
-this passes here: it raises a `Refusal`.
+Flower signs no more of a request than its time, and accepts a signature for five minutes. It reads
+a whole body before it asks who sent it, and believes a node that says that its message comes from
+another node, or from the server. None of this passes here.
 """
 
 from __future__ import annotations
@@ -77,7 +76,8 @@ class _Signature:
 def vet(request: h11.Request, body_limit: int) -> dict[bytes, bytes]:
     """Returns the headers of a request that passes, by name; content-length is among them.
 
-    Any other request, or one with a body of more than `body_limit` bytes, raises a `Refusal`.
+    Any other request raises a `Refusal`, as does a body of more than `body_limit` bytes or, at the
+    path `REPLIES`, of more than 16 MiB.
     """
     headers = dict(request.headers)
     if not _FLEET.fullmatch(request.target):
@@ -206,7 +206,7 @@ class Signatures:
             self._used.pop(signature.r, None)
 
     def _forget(self, now: float) -> None:
-        """Drops signatures whose time is over: none was signed more than 5 s ahead of its use."""
+        """Drops signatures whose time is over."""
         while self._used:
             # In order of use: the first that still counts ends the search.
             first = next(iter(self._used))

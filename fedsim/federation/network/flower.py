@@ -1,8 +1,7 @@
 """All that fedsim uses of Flower's deployment engine beyond its public interface.
 
-Flower starts a process for each message, which imports torch and loads the data again; and it runs
-the code of the bundle that a run brings. Here a process that lasts executes the tasks with the
-*installed* fedsim: `answer_tasks` for a node, `server_app` for the run. The bundle holds no code.
+Flower starts a process for each message, and runs the code of the bundle that a run brings. Here a
+process that lasts executes the tasks with the *installed* fedsim; the bundle holds no code.
 """
 
 from __future__ import annotations
@@ -125,7 +124,6 @@ class _BoundedGrid(HttpGrid):
     most_bytes = ANSWER_BYTES
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        """Takes what Flower's grid takes."""
         super().__init__(*given, **named)
         self._thread = threading.local()
 
@@ -178,7 +176,7 @@ class _Budget:
 
 
 def check_version() -> None:
-    """Refuses, by a FedsimError, an installed Flower of which these internals were not tried."""
+    """Refuses, by a FedsimError, a Flower that is none of `VERSIONS`, on which fedsim was tried."""
     found = importlib.metadata.version("flwr")
     if found.rpartition(".")[0] not in VERSIONS:
         raise FedsimError(
@@ -398,7 +396,6 @@ def _bundle() -> bytes:
 
 
 def _claim(runtime: RuntimeHttpClient, run: int) -> str | None:
-    """Returns the token of the ServerApp's task of `run`; None if nobody offers it."""
     # A task is offered once, to whoever asks first: another run may have taken this one's.
     end = time.monotonic() + _CLAIM_SECONDS
     while time.monotonic() < end:
@@ -421,8 +418,6 @@ def _claim(runtime: RuntimeHttpClient, run: int) -> str | None:
 
 @contextmanager
 def _beating(client: RuntimeHttpClient) -> Iterator[None]:
-    """Tells Flower inside the block that the task is alive."""
-
     # Where Flower has ended the task, its own heartbeat would interrupt this process; here the next
     # request about the task is refused, and says why.
     def tell() -> bool:

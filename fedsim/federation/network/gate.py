@@ -2,13 +2,8 @@
 
 A SuperLink serves three APIs on one port, and authenticates nodes on one of them: whoever reaches
 the port can start runs on the other two. The gate ends a node's TLS, passes on what `admission`
-lets pass (`POST /v1/fleet/...`) in a request of its own making, over TLS of its own, and refuses
-all else with a line in its log. Bodies stream through it.
-
-    python -m fedsim.federation.network.gate --listen 0.0.0.0:9000 --superlink superlink:8000
-        --certificate server.crt --key server.key --roots ca.crt
-
-Its process is kept small (torch is not imported), since it stands where strangers can reach it.
+lets pass in a request of its own making, over TLS of its own, and refuses all else. Its process is
+kept small (torch is not imported), since it stands where strangers can reach it.
 """
 
 from __future__ import annotations
@@ -73,7 +68,6 @@ class _Server:
         self._lines = _Lines()
 
     async def run(self, server: socket.socket) -> None:
-        """Serves until SIGINT or SIGTERM cancels it."""
         server.setblocking(False)
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
@@ -104,7 +98,6 @@ class _Server:
             self._end_oldest(max(held, key=lambda of: held[of]))
 
     def _admit(self, caller: _Caller, key: bytes) -> None:
-        """Counts a connection as that of the node with this `key`, or refuses it."""
         if caller.of == key:
             return
         # Nodes leave a share of the connections to strangers, since every node begins as one.
@@ -212,8 +205,6 @@ class _Caller:
 
 
 class _Lines:
-    """Counts the lines of the log by caller, so that nobody can fill the log."""
-
     def __init__(self) -> None:
         self._since, self._dropped = time.monotonic(), 0
         self._written: Counter[str | bytes] = Counter()
@@ -253,7 +244,10 @@ def _contexts(settings: _GateSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def main() -> None:
-    """Runs a gate until SIGINT or SIGTERM, with the options of `sys.argv` (see `--help`)."""
+    """Runs a gate until SIGINT or SIGTERM, with the options of `sys.argv` (see `--help`).
+
+    It prints `gate at HOST:PORT` once it listens. Wrong options or files are a SystemExit (2).
+    """
     parser = argparse.ArgumentParser(prog="python -m fedsim.federation.network.gate")
     parser.add_argument("--listen", required=True, metavar="HOST:PORT")
     parser.add_argument("--superlink", required=True, metavar="HOST:PORT")

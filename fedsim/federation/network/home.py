@@ -1,14 +1,9 @@
 """A node's own folder: its secret, its count of releases, and the truth and state of each run.
 
 HOME/secret                        32 bytes that never leave the node
-HOME/releases.json                 how often it has answered
 HOME/runs/<run>/scenarios/<stack>  a digest of what the run is of
 HOME/runs/<run>/census             how many examples each client has in it
 HOME/runs/<run>/data               a digest of the node's own
-HOME/runs/<run>/truth/...          what it really used, to be collected by its owner
-HOME/runs/<run>/client_state/...   what it remembers between rounds
-
-What is damaged, or not for its owner alone, is refused with a `FedsimError`.
 """
 
 from __future__ import annotations

@@ -5,9 +5,6 @@
     DIR/node-0/      ca.crt, key; signing.key and peers.json, for secure sums
     DIR/runner/      ca.crt, superexec.secret, and each node's public key, node-0.pub
 
-The authority's own key is never among them and is forgotten, so that it vouches for nobody else.
-A run's own network makes such keys, too, and throws them away.
-
 Whoever chooses the signing keys decides whose updates are added up in a secure sum: a node takes
 its own and its peers' from its owner's files, and never from a server.
 """
@@ -86,7 +83,6 @@ def _make_certificates(hosts: Sequence[str], *, days: int) -> dict[str, bytes]:
 
 
 def _make_node_key() -> tuple[bytes, bytes]:
-    """Makes a node's private key (ECDSA P-384) and its public key, both in OpenSSH's format."""
     key = ec.generate_private_key(ec.SECP384R1())
     line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     return _private(key, PrivateFormat.OpenSSH), line + b"\n"

@@ -72,7 +72,7 @@ def clock_error(address: str, roots: Path | None) -> str:
     """Returns a text on how far this machine's clock is off the server's at `address`, HOST:PORT.
 
     It is empty if the clocks are close enough, or the server does not answer. `roots` is the file
-    of certificates that vouch for the server; None for no TLS.
+    of certificates that vouch for the server; None for no TLS. A malformed address is a ValueError.
     """
     host, port = addresses.split(address)
     try:

@@ -1,7 +1,6 @@
 """A node: Flower's SuperNode and the process that computes for it, watched as one.
 
-The SuperNode speaks with the SuperLink and knows nothing of data. This process holds data, torch
-and models from one message to the next, and asks it for work over loopback.
+This process holds data and models, and asks the SuperNode for work over loopback.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def serve(
     Args:
         app: Answers each message.
         member: How the node takes part.
-        say: Called with lines of text for the node's owner.
+        say: Called with lines of text, no newline, for the node's owner.
         stop: Set from another thread, or by a signal (`until_told`), to end the call.
     """
     flower.check_version()
@@ -154,7 +153,7 @@ def _tell(say: Callable[[str], None], line: str) -> None:
 
 
 def until_told() -> threading.Event:
-    """Returns an event that SIGINT, SIGTERM and SIGHUP set; called in the main thread."""
+    """Returns an event that SIGINT, SIGTERM and SIGHUP set from now on; for the main thread."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
@@ -162,7 +161,6 @@ def until_told() -> threading.Event:
 
 
 def _supernode(member: NodeMembership) -> tuple[Child, str, bytes]:
-    """Starts a SuperNode; returns it, the address of its Runtime API, and that API's secret."""
     port, secret = free_port(), secrets.token_bytes(32)
     path = member.home / "runtime.secret"
     path.unlink(missing_ok=True)

@@ -60,7 +60,7 @@ class NodeApp:
                 FedsimError.
             policy: Rules of what a server may ask.
             shared_seed: Whether it draws from the scenario's seed, and not from its own secret.
-            identity: Signing key for secure sums, and its peers' keys; None takes part in none.
+            identity: Signing key for secure sums, and its peers' keys; None refuses secure sums.
         """
         self._number, self._data, self._home = client, data, home
         self._policy, self._shared_seed, self._identity = policy, shared_seed, identity

@@ -1,8 +1,6 @@
 """Requests of one client on their way to the SuperLink, and the answers on their way back.
 
-Each is made anew from what was read, so that both ends agree on where it begins and ends. Bodies
-stream; whoever keeps the gate waiting is cut off. What does not pass, or cannot be answered, raises
-a `Refusal`.
+Each is made anew from what was read, so that both ends agree on where it begins and ends.
 """
 
 from __future__ import annotations
@@ -49,7 +47,10 @@ T = TypeVar("T")
 
 
 class Side:
-    """A connection to the client or to the SuperLink; `role` is what this process is on it."""
+    """A connection to the client or to the SuperLink; `role` is what this process is on it.
+
+    Reading and writing raise an OSError if the other end is gone, an h11.ProtocolError on bad HTTP.
+    """
 
     def __init__(
         self,
@@ -163,7 +164,8 @@ class Passage:
     async def exchange(self) -> bool:
         """Serves one request; returns whether there can be another on this connection.
 
-        A request that does not pass, or gets no answer, raises a `Refusal`.
+        A request that does not pass, or gets no answer, raises a `Refusal`. A client that breaks
+        off or speaks no HTTP raises an OSError or an h11.ProtocolError.
         """
         self.request, self.is_answered = "", False
         try:
@@ -240,7 +242,6 @@ class Passage:
         return response.status_code == 200
 
     async def _reach_superlink(self) -> Side:
-        """Returns the last connection to the SuperLink, or a new one if that may soon close."""
         if self._inner:
             http, idle = self._inner.http, time.monotonic() - self._idle_since
             if http.our_state is http.their_state is h11.DONE and idle < _REUSE_SECONDS:

@@ -1,7 +1,4 @@
-"""What a node lets a server ask of its data: decided by whoever owns them, before any answer.
-
-A refusal is a `FedsimError` that says what is refused, and by which key of the policy.
-"""
+"""What a node lets a server ask of its data: decided by whoever owns them, before any answer."""
 
 from __future__ import annotations
 
@@ -79,7 +76,10 @@ class Policy(BaseModel):
 
     @classmethod
     def read(cls, path: Path | None) -> Policy:
-        """Reads the YAML file at `path`; else a FedsimError. None allows all but naming files."""
+        """Reads the YAML file at `path`; one that cannot be read or is no policy is a FedsimError.
+
+        None, and an empty file, allow all but naming files.
+        """
         if path is None:
             return cls()
         try:
@@ -133,7 +133,10 @@ class Policy(BaseModel):
             )
 
     def check_release(self, workload: Workload) -> None:
-        """Raises a FedsimError if statistics bypass a listed stack, or too few share a sum."""
+        """Raises a FedsimError if batch-norm statistics would bypass a listed stack.
+
+        Above a `minimum_cohort` of 1, so do no secure sums, and sums that open with fewer clients.
+        """
         if not workload.protocol and self.minimum_cohort > 1:
             raise FedsimError(
                 f"defenses.{workload.stack_name}: this node adds its update to others' and releases"
@@ -195,7 +198,6 @@ class Releases:
 
 
 def _stack(written: Sequence[Mapping[str, Any]]) -> Stack:
-    """Builds the stack that an entry of `stacks` describes."""
     return build_stack(
         [
             PluginRef(

@@ -1,7 +1,4 @@
-"""Flower's SuperLink and SuperNode as child processes that end with their parent.
-
-One that is not installed, ends early or does not start in time raises a `FedsimError`.
-"""
+"""Flower's SuperLink and SuperNode as child processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _LOG_BYTES, _FIRST_BYTES = 8 * 2**20, 8 * 2**10
 
 
 def free_port() -> int:
-    """Returns a port of loopback at which nobody listens."""
+    """Returns a port of loopback, above 0, at which nobody listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -49,7 +46,10 @@ class Child:
     """A program that runs until it ends or is stopped; its output is appended to a file."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        """Starts `command`, its output appended to `log`; on Linux it ends with this thread."""
+        """Starts `command`, its output appended to `log`; on Linux it ends with this thread.
+
+        An OSError says that it cannot be started.
+        """
         self.command, self._log = list(command), log
         parent = os.getpid()
         with log.open("ab") as file:
@@ -85,7 +85,7 @@ class Child:
         return self.words()[-_TAIL:].strip() or "nothing"
 
     def bound_log(self) -> None:
-        """Empties the file of the program's output, but for its first lines, if it exceeds 8 MiB.
+        """Cuts the file of the program's output to its first 8 KiB of lines if it exceeds 8 MiB.
 
         The full one is copied to a file beside it, whose name ends in .1. Lines that the program
         writes meanwhile are lost.
@@ -111,7 +111,7 @@ class Child:
         raise FedsimError(f"{name} does not start; its last words: {self.last_words()}")
 
     def await_words(self, words: str, who: str) -> None:
-        """Waits up to two minutes for the program to say `words`; else a FedsimError on `who`."""
+        """Waits up to two minutes for the program to say `words`; else a FedsimError with `who`."""
         end = time.monotonic() + 2 * _START_SECONDS
         while words not in self.words():
             if self.status is not None or time.monotonic() > end:
@@ -119,7 +119,7 @@ class Child:
             time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Ends the program and all that it has started: by SIGTERM, after 8 seconds by SIGKILL."""
+        """Ends the program by SIGTERM or, after 8 seconds, by SIGKILL; then its process group."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)  # first alone, so that it ends its own
         with suppress(subprocess.TimeoutExpired):

@@ -3,9 +3,7 @@
     OUT/nodes/node-0/   the folder of the node that is client 0: secret, truth, log
     OUT/network/        what the SuperLink and the gate say
 
-Keys and database live in a temporary folder that is gone when the block ends. A node, gate or
-SuperLink that dies is started again, at the same address, with the same key and database. One that
-refused its input (status 2) is not.
+Keys and database live in a temporary folder that is gone when the block ends.
 """
 
 from __future__ import annotations
@@ -57,7 +55,8 @@ def federation(
 ) -> Iterator[RunningFederation]:
     """Starts a SuperLink, its gate and `nodes` nodes; ends them all with the `with` block.
 
-    The block gets a `RunningFederation`. A FedsimError says that a part of it does not start.
+    The block gets a `RunningFederation`. A part that dies is started again, but for a SuperLink or
+    node that refused its input (status 2). A FedsimError says that a part does not start at first.
 
     Args:
         out: The run's folder, in which nodes get folders of their own.
