@@ -38,7 +38,6 @@ class _Index(BaseModel):
     rounds: int
     strategy: dict[str, Any]
     held: list[int] | None = None
-    """Number of examples of each client, by client; None if the numbers were not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +57,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Writes and reads the checkpoint of one stack of one run; only the latest is kept.
-
-    Whatever reads one that is damaged, or of another scenario or other data, raises a FedsimError:
-    `start`, `begun`, `complete` and `load`.
-    """
+    """Writes and reads the checkpoint of one stack of one run; only the latest is kept."""
 
     def __init__(
         self, out: Path, scenario: Scenario, stack: str, held: Sequence[int] | None = None
@@ -86,7 +81,8 @@ class Checkpoints:
     def start(self) -> None:
         """Removes all recordings of rounds after the last checkpoint, which are trained again.
 
-        Half-written files and spooled answers of the stack go, too.
+        Half-written files and spooled answers of the stack go, too. A FedsimError says that the
+        checkpoint is damaged, or of another scenario or other data.
         """
         index = self._index()
         done = index.round if index else 0
@@ -98,12 +94,12 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether the stack has a checkpoint or a recording."""
+        """Whether the stack has a checkpoint (a FedsimError as in `load`) or a recording."""
         return self._index() is not None or self._recordings.exists()
 
     @property
     def complete(self) -> bool:
-        """Whether the scenario's last round has a checkpoint."""
+        """Whether the scenario's last round has a checkpoint; a FedsimError as in `load`."""
         index = self._index()
         return index is not None and index.round >= index.rounds
 
@@ -125,7 +121,10 @@ class Checkpoints:
         write_bytes(self._path, content, private=True)
 
     def load(self) -> Checkpoint | None:
-        """Returns the latest checkpoint; None if there is none."""
+        """Returns the latest checkpoint; None if there is none.
+
+        A FedsimError says that it is damaged, or of another scenario or other data.
+        """
         index = self._index()
         if index is None:
             return None

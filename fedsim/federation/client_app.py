@@ -114,8 +114,6 @@ def build(
 
 
 class _FederationClient:
-    """Answers the server's messages for the client that the context of each message names."""
-
     def __init__(
         self,
         job: FederationJob,
@@ -158,7 +156,6 @@ class _FederationClient:
         return self._respond(message, context, order)
 
     def probe(self, message: Message, context: Context) -> Message:
-        """Answers a probe that the scenario plans; the client's state is unchanged."""
         order = self.read_order(message)
         client, plan = self.client(context), self.workload.plan(order.round)
         # An unplanned probe would be a release that no claim counts.
@@ -286,8 +283,6 @@ def _clip_as_mod(update: Tensors, norm: float) -> tuple[dict[str, torch.Tensor],
 
 
 class _SumAnswers:
-    """Answers the five stages of a secure sum for a client, in the order of the methods."""
-
     def __init__(self, own: _FederationClient, sum_identity: SumIdentity | None) -> None:
         self._own, self._given = own, sum_identity
 
@@ -384,7 +379,6 @@ class _SumAnswers:
 @dataclass(frozen=True, kw_only=True)
 class _Sum:
     client: SumClient
-    """The client's side of the protocol, with its memory."""
     round: int
     number: int
     secret: Callable[[str], bytes]

@@ -95,8 +95,8 @@ class ClientState:
         """Notes that the client answers the order `asked` at these `inputs`, before it answers.
 
         `asked` is the key of the release (`noise_use.release_key`), and `inputs` are all tensors
-        that decide the answer beside the client's data. Other inputs than before are a FedsimError,
-        as is a new order of a round before the last one answered.
+        that decide the answer beside the client's data. A FedsimError refuses other inputs than
+        before, a new order of a round before the last one answered, and damaged notes.
         """
         self._notes.refuse_past(asked)
         self._notes.use_once(asked, inputs)

@@ -34,7 +34,7 @@ class Deployment(FlowerEngine):
     remote: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Refuses, by a FedsimError, an installed Flower whose internals were not tried."""
+        """Refuses, by a FedsimError, a version of Flower on which this engine was not tried."""
         from fedsim.federation.network import flower
 
         flower.check_version()
@@ -124,7 +124,6 @@ class Deployment(FlowerEngine):
 
 
 def _most_bytes(server: Server) -> int:
-    """Returns the largest size in bytes that the server accepts of a client's answer."""
     from fedsim.federation.secure_aggregation import plan
 
     parameters, buffers = server.initial()
@@ -142,7 +141,6 @@ def _most_bytes(server: Server) -> int:
 
 
 def _settings(scenario: str, **of_stack: str) -> dict[str, str]:
-    """Returns a run's settings; those of its stack are empty where nodes are only counted."""
     from fedsim.federation.wire import VERSION
 
     nothing = dict.fromkeys(("stack", "run", "held"), "")

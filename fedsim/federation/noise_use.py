@@ -47,7 +47,7 @@ class NoiseNotes:
         """Notes that a release's noise is used for `values`; later, others are a FedsimError.
 
         `own` is its `release_key`, and `values` all that decides it, or the release itself. `what`
-        names in an error what is used once. A damaged file is a FedsimError in all methods.
+        names in an error what is used once. A damaged file is a FedsimError, too.
         """
         at, noted = digest(*values), self._read()
         before = [entry["digest"] for entry in noted if entry["asked"] == list(own)]
@@ -61,13 +61,14 @@ class NoiseNotes:
             self._write([*noted, {"asked": list(own), "digest": at}])
 
     def rounds(self) -> list[int]:
-        """Returns each noted release's round, in order of first use; empty if none is noted."""
+        """Returns each noted release's round by first use, if any; damage is a FedsimError."""
         return [entry["asked"][0] for entry in self._read()]
 
     def refuse_past(self, own: tuple[int, ...]) -> None:
         """Refuses, by a FedsimError, a release of a round before the latest that is noted.
 
-        One whose `own`, its `release_key`, was given to `note_release` before passes.
+        One whose `own`, its `release_key`, was given to `note_release` before passes. A damaged
+        file is a FedsimError, too.
         """
         # What was released before may be said again, since it is the same bytes.
         is_released = any("release" in entry for entry in self._read() if entry["asked"] == [*own])
@@ -81,7 +82,8 @@ class NoiseNotes:
     def note_release(self, own: tuple[int, ...], release: Sequence[Tensors]) -> None:
         """Notes a digest of the tensors that are released; others later are a FedsimError.
 
-        Nothing is noted unless `use_once` has noted `own`, the `release_key`, before.
+        Nothing is noted unless `use_once` has noted `own`, the `release_key`, before. A damaged
+        file is a FedsimError, too.
         """
         at, noted = digest(*release), self._read()
         for entry in noted:

@@ -95,7 +95,7 @@ class Tally:
         return sum(self.failures.values())
 
     def fail(self, verdict: Screening, client: int, probe: Probe | None) -> None:
-        """Counts an answer of `client` that `verdict` leaves out.
+        """Counts an answer of `client` that `verdict` leaves out, and adds a line on it (`say`).
 
         It was the answer to `probe`, or to an order to train if that is None.
         """

@@ -253,7 +253,6 @@ class _StackTraining:
 
 @contextmanager
 def _numpy_stream(seed: int | list[int]) -> Iterator[None]:
-    """Seeds NumPy's global stream, from which Flower's strategies draw; restores it at the end."""
     before = np.random.get_state()  # noqa: NPY002 - it is the global stream that is meant
     np.random.seed(seed)  # noqa: NPY002
     try:

@@ -242,7 +242,6 @@ class TapGrid:
 
     @contextmanager
     def _averaging(self, probes: Sequence[Probe], budget: int = BUDGET) -> Iterator[None]:
-        """Averages the releases of each of `probes` inside the block; then records the means."""
         with ExitStack() as until_recorded:
             self._averages = {
                 (probe.batch_size, probe.trial): until_recorded.enter_context(

@@ -225,8 +225,6 @@ def _folder_with_room(out: str | Path, max_gib: float) -> tuple[Path, int]:
 
 @dataclass(kw_only=True)
 class _Broadcast:
-    """A model that was sent to some clients of a round."""
-
     round: int
     digest: str | None = None
     """Digest of its file, once that is written."""
@@ -234,8 +232,6 @@ class _Broadcast:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sent:
-    """An order that is recorded together with its answer."""
-
     round: int
     node_id: int
     key: str

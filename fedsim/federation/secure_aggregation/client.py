@@ -5,7 +5,6 @@ Figure 4, with the neighbours of Bell et al., CCS 2020. Clients sign twice what 
 `masked` the keys and the model, which `agree` checks, and in `agree` who is in the sum, which
 `unmask` checks. So a server that tells clients different things opens nothing.
 
-Each stage raises an `AbortedError` out of its turn, or if what it is handed breaks the protocol.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class Memory:
 class SumClient:
     """One client of a sum: `keys`, `shares`, `mask`, `agree`, `unmask`, in this order, once each.
 
-    What is out of turn or breaks the protocol raises an `AbortedError`. After a failure the client
-    has forgotten its secrets.
+    What breaks the protocol raises an `AbortedError`, and so does a call out of turn. A stage that
+    fails makes the client forget its secrets; a call out of turn begins none.
     """
 
     def __init__(
@@ -102,8 +101,8 @@ class SumClient:
     def shares(self, directory: Directory) -> dict[int, bytes]:
         """Splits the client's two secrets among its neighbours; returns a sealed box for each.
 
-        A call out of turn is an `AbortedError`. So is a `directory` below a quorum, without this
-        client's keys, or with keys that are not signed by their clients.
+        An `AbortedError` refuses a call out of turn, and a `directory` below a quorum, without this
+        client's keys, of others than participants, or with keys that are invalid or not signed.
         """
         with self._stage("shares"):
             self._check(directory)
@@ -139,8 +138,8 @@ class SumClient:
 
         `boxes` are those of neighbours that have shared their secrets, by neighbour. `compute`
         returns the vector to add up, and masks are added to it in place. `model` is a digest of all
-        that the vector is computed from, the same bytes for all clients. Too few boxes, damaged
-        ones and a call out of turn are an `AbortedError`.
+        that the vector is computed from, the same bytes for all clients. A call out of turn, too
+        few boxes, damaged ones and those of no neighbours are an `AbortedError`.
         """
         with self._stage("masked"):
             directory = self._directory()
@@ -276,7 +275,6 @@ class SumClient:
         return self._identity.sign(statement)
 
     def _vouches(self, client: int, signatures: Mapping[int, bytes]) -> bool:
-        """Returns whether `client` has signed the statement that this one has signed last."""
         statement = bytes.fromhex(self.memory.statement)
         return self._identity.vouches(client, statement, signatures.get(client, b""))
 
@@ -310,7 +308,6 @@ class SumClient:
         return bytes.fromhex(self.memory.secrets[purpose])
 
     def _agree_key(self, directory: Directory, other: int, kind: str, purpose: str) -> bytes:
-        """Returns the key that only this client and `other` know, from their keys of one `kind`."""
         pair = {one: getattr(directory[one], kind) for one in (self._me, other)}
         return secrets.agree_key(self._secret(kind), other, pair, purpose, self._terms.session)
 

@@ -5,8 +5,6 @@ shares   order: everybody's public keys                answer: a sealed box for 
 masked   order: the model, the neighbours' boxes       answer: the masked vector, a signature
 agree    order: who is in the sum, all signatures      answer: a signature of that
 unmask   order: these signatures                       answer: shares
-
-What reads a record raises a `MalformedError` if it holds anything else.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ def read_table(content: RecordDict) -> dict[int, bytes]:
 
 
 def read_list(content: RecordDict, name: str) -> list[int]:
-    """Reads the list of clients `name`, in the order as written; a MalformedError without one."""
+    """Reads the list of clients `name`, in the order as written; else a MalformedError."""
     members = wire.config_of(content).get(name)
     if (
         not isinstance(members, list)
@@ -83,7 +81,7 @@ def model_order(
     """Returns the content of an order for a masked vector.
 
     Args:
-        boxes: The `table` of the boxes that are sealed for the client.
+        boxes: The `table` of the boxes that are sealed for the client, by sender.
         parameters: Parameters of the global model.
         buffers: Its floating-point buffers.
         planted: Weights at which probes are computed; None if these are `parameters`.
@@ -123,7 +121,7 @@ def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring,
     if set(content) != {wire.ARRAYS, wire.CONFIG}:
         raise wire.MalformedError("the answer is no masked vector")
     dtype = torch.int32 if ring_bits == 32 else torch.int64
-    # On the meta device, as type and shape alone are compared.
+    # Type and shape alone are compared.
     like: Tensors = {_VECTOR: torch.empty(length, dtype=dtype, device="meta")}
     signed = wire.decode_like(wire.arrays_of(content, wire.ARRAYS), like)[_VECTOR].numpy()
     signature = wire.config_of(content).get(_SIGNATURE)

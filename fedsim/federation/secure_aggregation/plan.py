@@ -1,18 +1,13 @@
 """What a round's secure sum is, and how a client's updates of the round lie in one vector of it.
 
-Both sides know it from the scenario, and nobody is told.
-
     part 0: training    part 1: a probe    ...      each: entries of the update, entries of the
                                                     buffers, and what the client counts
 
-All parts are masked together, so that a round of any number of probes is one protocol.
-
 The numbers added are integers modulo 2^32 or 2^64, for real values of a range. Rounding is
-stochastic, so that its errors have mean 0 and those of several clients average out. With noise, a
-vector is rounded before its noise, which is rounded to integers by itself, is added: then no
-rounding makes a client's contribution longer than the bound that the noise is made for, and the sum
-of the clients' noises is as good as a discrete Gaussian (Kairouz, Liu and Steinke, The Distributed
-Discrete Gaussian Mechanism, ICML 2021), as `LEAST_NOISE` has them many steps wide.
+stochastic, so that its errors have mean 0. With noise, a vector is rounded before its noise, which
+is rounded to integers by itself, is added. Then no rounding makes a contribution longer than the
+bound that the noise is made for, and the sum of noises is as good as a discrete Gaussian (Kairouz,
+Liu and Steinke, The Distributed Discrete Gaussian Mechanism, ICML 2021).
 """
 
 from __future__ import annotations
@@ -56,12 +51,8 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class _FixedPoint:
-    """Converts real entries of one kind (an update's, or the buffers') to integers and back."""
-
     clients: int
-    """Maximum number of clients in a sum."""
     ring_bits: int
-    """Bits of a ring element: 32 or 64."""
     range: float
     """Entries are clipped to [-range, range]."""
     std: float = 0.0
@@ -79,7 +70,6 @@ class _FixedPoint:
 
     @property
     def bits(self) -> int:
-        """Number of bits that one client's integer has, with its sign."""
         # The sum over all clients must not wrap around the ring.
         return min(self.ring_bits - math.ceil(math.log2(self.clients)), _MOST_BITS)
 
@@ -109,18 +99,15 @@ class _FixedPoint:
         return rounded
 
     def decode(self, total: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns the real values (n,) for which the integers `total` (n,) of a sum stand."""
         return total.astype(np.float64) * self.step
 
 
 def _to_ring(numbers: NDArray[np.int64], bits: int) -> Ring:
-    """Maps integers `numbers` to the ring, modulo 2^`bits` (32 or 64)."""
     # NumPy's cast to unsigned integers wraps, which is the ring's arithmetic.
     return numbers.astype(np.uint32 if bits == 32 else np.uint64)
 
 
 def _from_ring(ring: Ring) -> NDArray[np.int64]:
-    """Returns the integer nearest to 0 that each element of `ring` stands for, (n,) int64."""
     # Two's complement reads the upper half of the ring as the negative numbers.
     signed = np.int32 if ring.dtype == np.uint32 else np.int64
     return ring.view(signed).astype(np.int64)
@@ -190,9 +177,9 @@ class Layout:
     def sum_of(self, total: Ring, part: int, clients: int) -> Update:
         """Returns the mean update in a `part`, from 0, of the opened vector of `clients` clients.
 
-        Updates add up times their examples, of which at most `SumTerms.most_examples` count. The
-        sum is divided by the number of these examples; with noise, by the number of clients asked.
-        An impossible number of examples is an `AbortedError`.
+        Each update is weighted by its examples, at most `SumTerms.most_examples`, whose total is
+        the `num_examples` of the result. The sum is divided by that total or, with noise, by the
+        number of clients asked. An impossible total is an `AbortedError`.
         """
         numbers = _from_ring(total[part * self.length :][: self.length])
         terms, count = self.sums[part], int(numbers[-1])
@@ -217,7 +204,6 @@ class Layout:
         )
 
     def _fixed_point(self, part: int) -> _FixedPoint:
-        """Returns how the entries of the update in `part` become integers."""
         terms = self.sums[part]
         return _FixedPoint(
             clients=self.clients,
@@ -278,17 +264,20 @@ _TRAINING_BITS, _CLOSED_FORM_BITS = 32, 64
 
 
 def parts(server: Server, round: int) -> list[Probe | None]:
-    """Returns what each part of a vector of `round` holds: training (None), or a probe release."""
+    """Returns what each part of a vector of `round` holds, in order.
+
+    Training (None) is first. First releases of all probes follow, then second ones, and so on.
+    """
     asked = server.plan(round).probes
     again = range(server.scenario.observe.releases)
     return [None, *(replace(probe, release=release) for release in again for probe in asked)]
 
 
 def terms(server: Server, round: int, run: str = "") -> Terms:
-    """Returns the terms of the sum of `round`, whose stack must have secure sums.
+    """Returns the terms of the sum of `round`, from 1, whose stack must have secure sums.
 
     `run` is the run's name if nodes draw secrets, else empty. Fewer than two participants are a
-    FedsimError.
+    FedsimError, as is an update that nothing bounds; missing `training.weights` are an OSError.
     """
     participants = server.plan(round).participants
     agreed = server.sum_terms(None)
@@ -327,7 +316,7 @@ def check(server: Server) -> None:
 
 
 def layout(server: Server, round: int) -> Layout:
-    """Returns the layout of the vectors of `round`, whose stack must have secure sums."""
+    """Returns the layout of the vectors of `round`, from 1, whose stack must have secure sums."""
     parameters, buffers = server.initial()
     return Layout(
         sums=tuple(server.sum_terms(part) for part in parts(server, round)),

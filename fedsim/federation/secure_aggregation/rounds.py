@@ -1,8 +1,4 @@
-"""How a server carries out one round's secure sum over any Flower grid, in five exchanges.
-
-A client that fails in a stage is out of the sum. If too few are left, nothing is opened, and the
-round goes on without an update.
-"""
+"""How a server carries out one round's secure sum over any Flower grid, in five exchanges."""
 
 from __future__ import annotations
 
@@ -29,8 +25,6 @@ AskMasked = Callable[[RecordDict], RecordDict]
 
 @dataclass(frozen=True, kw_only=True)
 class _OpenedSum:
-    """A sum without masks; `Layout.sum_of` reads the parts of `total`."""
-
     total: Ring
     clients: list[int]
     """Clients whose vectors are in the sum, ascending."""
@@ -39,7 +33,7 @@ class _OpenedSum:
 
 
 class SecureSum:
-    """Carries out one round's sum by messages over a grid."""
+    """Carries out one round's sum by messages over a grid; its `layout` reads the opened vector."""
 
     def __init__(
         self,
@@ -51,7 +45,7 @@ class SecureSum:
         nodes: Mapping[int, int],
         tally: Tally,
     ) -> None:
-        """Prepares a sum, and sends nothing yet.
+        """Prepares a sum, and sends nothing yet; fewer than two participants are a FedsimError.
 
         Args:
             grid: The grid that carries the messages.
@@ -70,19 +64,17 @@ class SecureSum:
         self.layout = plan.layout(server, round)
         self._published: dict[int, Published] = {}
         self.arrived: list[int] = []
-        """Clients whose masked vectors have come, opened or not, in the order in which they came.
-        """
+        """Clients whose masked vectors have come, opened or not, in order of arrival."""
 
     def run(
         self, clients: Collection[int], ask: AskMasked, on_masked: Callable[[int, Ring], None]
     ) -> _OpenedSum | None:
         """Carries out the sum among `clients`, once; returns None if nothing is opened.
 
-        The tally then has the reason as a line. Else the result has the vector without masks
-        (`total`), the `clients` in it, and one client's `reply`. `ask` makes the order for a masked
+        The tally is then told the reason. Else the result has the vector without masks (`total`),
+        the `clients` in it, ascending, and one client's `reply`. `ask` makes the order for a masked
         vector out of the `messages.table` of a client's boxes. `on_masked` is called with each
-        client and its masked vector. Of answers, the tally counts the bytes without the parts that
-        are of probes.
+        client and its masked vector. The tally counts no bytes of probes in answers.
         """
         try:
             self._keys(clients)
@@ -119,8 +111,7 @@ class SecureSum:
             with self._losing(client):
                 bits = self.layout.ring_bits
                 vector, signature = messages.read_masked(reply.content, parts * size, bits)
-                # Dropped at once, so that the round holds one vector and the sum, however many
-                # clients it has.
+                # Dropped at once, so that the round holds one vector and the sum.
                 reply.content = RecordDict()
                 # Probes ride in the same vector, and the tally counts training alone.
                 self._tally.bytes_up -= vector.itemsize * (parts - 1) * size

@@ -1,12 +1,8 @@
 """Hides a vector: keys that two agree on, streams made of them, and secrets in shares.
 
-It also says by which keys clients sign, and what each publishes at the beginning of a secure sum.
-Keys, seeds, digests and commitments have 32 bytes.
-
 Every primitive is a library's: X25519, HKDF-SHA256, AES-256 in counter mode, ChaCha20-Poly1305 and
-Ed25519 of `cryptography`, Shamir's sharing over GF(2^128) of `pycryptodome`. What is no key, share
-or box raises an `AbortedError`. `session` is `Terms.session` of the sum, so that no two sums share
-a key, mask or signature.
+Ed25519 of `cryptography`, Shamir's sharing over GF(2^128) of `pycryptodome`. `session` is that of
+`Terms`, so that no two sums share a key, mask or signature.
 """
 
 from __future__ import annotations
@@ -97,7 +93,6 @@ def public_of(secret: bytes) -> bytes:
 
 
 def _check_public(key: bytes) -> None:
-    """Refuses bytes that are not the canonical encoding of an X25519 public key."""
     # X25519 ignores the highest bit and reduces modulo 2^255 - 19, so that one point has several
     # encodings. Points of low order make every shared secret the same.
     number = int.from_bytes(key, "little")

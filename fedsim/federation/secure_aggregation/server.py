@@ -1,7 +1,6 @@
 """The server's side of a secure sum: it passes on what is published, adds up, takes off masks.
 
-It holds public keys, sealed boxes, one running sum and shares; never a client's vector. Too few
-clients, and what is malformed, raise an `AbortedError`.
+It holds public keys, sealed boxes, one running sum and shares; never a client's vector.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class SumServer:
     """
 
     def __init__(self, terms: Terms) -> None:
-        """Begins a sum for which no client has published anything."""
         self._terms = terms
         self._directory: Directory = {}
         self._boxes: dict[int, Mapping[int, bytes]] = {}
@@ -75,7 +73,8 @@ class SumServer:
     def add(self, client: int, vector: Ring, signature: bytes) -> None:
         """Adds a masked vector to the sum without keeping it, and keeps its signature.
 
-        A client without boxes, a second vector and one of another length are an `AbortedError`.
+        A client without boxes, a second vector of one, and a length or dtype other than the first
+        vector's are an `AbortedError`.
         """
         if client not in self._boxes or client in self._signatures:
             raise AbortedError(f"client {client} has no vector to add, or has added it")
@@ -118,7 +117,8 @@ class SumServer:
         """Takes all masks off the sum and returns it, once.
 
         `answers` holds shares, by the client that gave them and then by the client whose secret
-        they are of. Too few or wrong shares are an `AbortedError`, which ends the sum.
+        they are of. Too few or wrong shares are an `AbortedError`, which ends the sum. A second
+        call is an AssertionError.
         """
         self._enough(len(answers), "gave shares")
         survivors = self.survivors

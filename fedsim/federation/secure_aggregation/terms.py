@@ -1,9 +1,7 @@
 """What everybody who takes part in one secure sum knows before it: who, how many, and what counts.
 
-All of it follows from the scenario, so that a client can refuse a server that says otherwise.
-
-A client shares its secrets with few others, so that a sum over many clients stays cheap. On a ring
-each client has the k / 2 next on either side as neighbours, in an order that nobody knows
+It follows from the scenario, so that a client can refuse a server that says otherwise. On a ring
+each client shares its secrets with the k / 2 next on either side, in an order that nobody knows
 before keys are published (Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic
 Overhead, CCS 2020, Section 3). k is the least for which, of whatever is opened,
 
@@ -45,7 +43,7 @@ _ROUNDING = 1e-9
 
 
 def least(members: int, threshold: float) -> int:
-    """Returns the least number of `members` that is a majority and the share `threshold`."""
+    """Returns the least number of `members` that is a majority and at least a share `threshold`."""
     # A majority, so that any two such sets share a member, who consents to one sum only.
     return max(members // 2 + 1, math.ceil(threshold * members - _ROUNDING))
 
@@ -108,7 +106,6 @@ class Terms:
     """Least number of clients whose shared noise is enough for a sum."""
 
     def __post_init__(self) -> None:
-        """Refuses terms under which a sum would not hide its parts."""
         if len(self.participants) < 2:
             raise FedsimError(
                 "secure_aggregation: a sum over "
@@ -124,10 +121,10 @@ class Terms:
     def neighbours(self, client: int, directory: Collection[int], digest: bytes) -> list[int]:
         """Returns the clients with whom `client` shares masks and secrets, ascending; symmetric.
 
-        These are all others below 100 clients, or where no smaller number is safe. Otherwise they
-        are the k (`degree`) clients of the `directory` within k / 2 places on a ring (a Harary
-        graph: Bell et al., CCS 2020, Section 3). `digest`, of their published keys, decides the
-        order on it.
+        Below 100 participants, or where no smaller number is safe, they are all others in the
+        `directory`. Otherwise they are the k (`degree`) clients within k / 2 places on a ring (a
+        Harary graph: Bell et al., CCS 2020, Section 3). `digest`, of the published keys, decides
+        the order on it. A `client` that is not in the directory then is a ValueError.
         """
         # Sorted input and a seeded permutation give the server and every client the same ring.
         everyone = sorted(directory)
