@@ -109,13 +109,13 @@ class TapGrid:
         return [self._nodes[client] for client in self._plan.participants]
 
     def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:
-        """Sends the strategy's training messages, then the round's probes; records all answers.
+        """Sends the strategy's training messages, then its probes; records what is observed.
 
-        It is called once between `begin` and `end`, and replaces the content of `messages` by
+        It is called once between `begin` and `end`, and may replace the content of `messages` by
         fedsim's own order. Messages without arrays are a FedsimError. It returns one reply for each
         accepted update, by ascending client, or none: a reply's arrays are that client's new
         weights, computed when they are read, until `end`. If the stack combines updates, there is
-        one reply with the combination.
+        one reply with the weights that the combination gives, or none.
         """
         # Sums depend on their order, and node numbers differ between engines: the order is by
         # client.

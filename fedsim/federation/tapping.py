@@ -494,7 +494,6 @@ def _content_of(arrays: ArrayRecord) -> _Content:
 
 
 def _same(first: _Content, second: _Content) -> bool:
-    """Returns whether both hold the very same bytes; a record that is filled anew does not."""
     # Bytes cannot change: if they are one object they are equal, without a look at them.
     return list(first) == list(second) and all(
         (one.dtype, one.shape, one.stype) == (other.dtype, other.shape, other.stype)

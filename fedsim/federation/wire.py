@@ -61,7 +61,7 @@ class MalformedError(FedsimError):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A server's order in `round`, from 1, to train at a global model or to answer a probe."""
+    """A server's order in `round`, from 1, at a global model's parameters and float buffers."""
 
     round: int
     parameters: Tensors

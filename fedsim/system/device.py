@@ -18,7 +18,7 @@ T = TypeVar("T")
 def resolve_device(device: str) -> str:
     """Returns `device`, and for `auto` the text `cuda` where PyTorch finds CUDA, else `cpu`.
 
-    A FedsimError refuses all but `cpu`, `cuda`, `cuda:N` and `auto`, and CUDA where there is none.
+    A FedsimError refuses all but `cpu`, `cuda`, `cuda:N` (N unchecked) and `auto`, or missing CUDA.
     """
     if not re.fullmatch(DEVICE_PATTERN, device):
         raise FedsimError(f"device: {device!r} is none; use cpu, cuda, cuda:N or auto")

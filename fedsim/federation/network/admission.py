@@ -137,8 +137,8 @@ class Signatures:
     """Lets each signature pass once, and knows whose requests the SuperLink accepted.
 
     Signatures of before `since` (seconds since 1970) do not pass, as another gate may have let them
-    pass. A node whose clock is ahead can still make up to 5 s of them pass. While `capacity`
-    signatures are remembered, every further one is refused (503).
+    pass. A node whose clock is ahead can still make up to 5 s of them pass. While `capacity` (by
+    default a million) signatures are remembered, every further one is refused (503).
     """
 
     def __init__(self, since: float, capacity: int = _SIGNATURES) -> None:
@@ -150,8 +150,8 @@ class Signatures:
     def claim(self, headers: Mapping[bytes, bytes]) -> _Signature:
         """Returns the signature among vetted `headers`, with its `key` (PEM), and marks it as used.
 
-        One that is missing, invalid, outside its time or used before raises a `Refusal`, as does a
-        stranger's with a large body.
+        One that is missing, invalid, outside its time or used before raises a `Refusal`. So does a
+        body over 64 KiB with a key of which the SuperLink has accepted no request.
         """
         signature, signed_at = _verify(headers)
         now = time.time()
@@ -178,7 +178,8 @@ class Signatures:
     def holding(self, key: bytes, size: int) -> Iterator[None]:
         """Counts `size` bytes as held for `key` (PEM) in a `with` block.
 
-        A Refusal (503) says that the key would hold too many or, of a large `size`, all keys would.
+        A Refusal (503) says that the key would hold more than 16 MiB. For a `size` over 64 KiB it
+        also says that all keys would hold more than 64 MiB.
         """
         # Small ones pass even if large ones have taken all there is, so that no node blocks the
         # others.

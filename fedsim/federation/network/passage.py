@@ -149,8 +149,8 @@ class Passage:
             superlink: The SuperLink behind the gate.
             signatures: Signatures that were used, on any connection.
             body_limit: Maximum size of a request's body in bytes.
-            on_node: Called with the key of a node that the SuperLink has let in before; it may
-                refuse by a `Refusal`.
+            on_node: Called with the key (PEM) of a node that the SuperLink has let in before; it
+                may refuse by a `Refusal`.
         """
         self.client, self._superlink = client, superlink
         self._signatures, self._body_limit, self._on_node = signatures, body_limit, on_node

@@ -103,7 +103,7 @@ class Terms:
     colluding: float = 0.0
     """Share of the participants that may tell the server all they know."""
     fewest: int = 1
-    """Least number of clients whose shared noise is enough for a sum."""
+    """Least number of clients whose shared noise is enough for a sum; 1 without such noise."""
 
     def __post_init__(self) -> None:
         if len(self.participants) < 2:
