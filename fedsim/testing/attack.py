@@ -1,13 +1,6 @@
-"""Provides the contract suite of attacks, for a plugin's author to inherit.
+"""Provides the contract suites of attacks, for a plugin's author to inherit.
 
-    class TestMyAttack(AttackContract):
-        model = "mlp"
-
-        def make(self) -> MyAttack:
-            return MyAttack(iterations=5)
-
-Every test of the suite then runs on the attack that `make` returns: give it few iterations, since
-the suite asks for sound results and not for good ones.
+Few iterations do for what `make` returns: results have to be sound, not good.
 """
 
 from __future__ import annotations
@@ -66,10 +59,13 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
 
     @abstractmethod
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns a case of `size` images or clients; `most` grants all, else what is required."""
+        """Returns what is seen and granted for `size` images, or for rows of `size` clients.
+
+        With `most` everything is granted, else what the attack requires.
+        """
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
-        """Asserts an answer without gradients, and a finite loss; a suite adds shape and range."""
+        """Asserts an answer without gradients and a finite loss; each suite adds what fits it."""
         answers = _tensors(reconstruction)
         assert answers, "nothing is recovered"
         assert not any(tensor.requires_grad for tensor in answers.values())
@@ -108,7 +104,6 @@ class AnyAttackContract(PluginContract[Attack[Any]]):
         observation, knowledge = self.case(self.batch_sizes[0])
         state = attack.init(observation, knowledge, rng.generator(_SEED, "attack", 0))
         promised = attack.total()
-        # One round more than promised, so that the loop can end by `terminate` alone.
         for _ in range(_LIMIT if promised is None else promised + 1):
             if attack.terminate(state):
                 break
@@ -161,7 +156,7 @@ class AttackContract(AnyAttackContract):
     """Parameters of that model."""
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the update of `size` images; `most` grants all, else what the attack requires."""
+        """Returns the update of `size` images and what is granted, see `AnyAttackContract.case`."""
         observation, truth = self._observe(*example_batch(size))
         return self._hand_over(observation, truth, most, size)
 
@@ -173,8 +168,7 @@ class AttackContract(AnyAttackContract):
     def _hand_over(
         self, observation: Observation, truth: GroundTruth, most: bool, used: int
     ) -> tuple[Observation, Knowledge]:
-        """Hands over what is granted; public images are the ones behind the `used` examples."""
-        # An attack must not find its own truth among the public images.
+        # An attack must not find its own truth among the public images: they follow the used ones.
         images, labels = example_batch(used + _PUBLIC)
         # A run's public images are uint8, as the data set is.
         public = (images[used:] * 255).round().to(torch.uint8)
@@ -182,7 +176,7 @@ class AttackContract(AnyAttackContract):
         return hand_over(observation, truth, grant, Public(images=public, labels=labels[used:]))
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
-        """Asserts that each answered part has an entry for each image, in range, on the device."""
+        """Asserts shape, type, range and device of images, labels and features in the answer."""
         super().check(reconstruction, observation)
         count, model = observation.num_images, observation.model
         for tensor in _tensors(reconstruction).values():
@@ -207,7 +201,7 @@ class CandidateAttackContract(AttackContract):
     """Tests what `make` returns as an attack asked of candidates, of which half are members."""
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the update of `size` members; candidates are these, then as many others."""
+        """Returns the update of `size` images; candidates are these, then as many others."""
         images, labels = example_batch(2 * size)
         observation, truth = self._observe(images[:size], labels[:size])
         asked = {
@@ -232,7 +226,7 @@ class SourceAttackContract(CandidateAttackContract):
     """Tests what `make` returns as an attack asked which of 3 clients holds each record."""
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the update of client 2, and 3 `size` records, of three clients in turn."""
+        """Returns the update of client 2, and 3 `size` records: record i is of client i % 3."""
         _, known = super().case(size, most)
         images, labels = example_batch(3 * size)
         seen = tuple(
@@ -245,7 +239,7 @@ class SourceAttackContract(CandidateAttackContract):
         return seen[-1], replace(known, candidates=None, records=records)
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
-        """Asserts a finite score of each client for each record, and a finite loss."""
+        """Asserts finite scores `source` (records, clients), and a finite loss."""
         AnyAttackContract.check(self, reconstruction, observation)
         scores = reconstruction.more.get("source")
         assert scores is not None, "nothing is answered"
@@ -254,7 +248,7 @@ class SourceAttackContract(CandidateAttackContract):
 
 
 class RowAttackContract(AnyAttackContract):
-    """Tests what `make` returns as an `Attack` on rows: 1 or 3 clients of 13 or 14 rows each."""
+    """Tests what `make` returns as an `Attack` on rows: 13 or 14 of each of 1 or 3 clients."""
 
     learner: ClassVar[str] = "sketch"
     """Name of a registered closed-form learner whose releases the method reads."""
@@ -262,7 +256,7 @@ class RowAttackContract(AnyAttackContract):
     """Parameters of that learner; `columns` are those of the random matrix, not of the rows."""
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Returns the summed releases of `size` clients, and what is granted to find one row."""
+        """Returns the combined release of `size` clients, and what is granted to find one row."""
         observation, truth = make_release(
             *example_rows(20 * size),
             learner=self.learner,
@@ -277,7 +271,7 @@ class RowAttackContract(AnyAttackContract):
         return observation, hand_over_row(truth, target, grant, attack.asked_of_candidates)
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
-        """Asserts one row in [-1, 1], or one score of membership, which is no NaN."""
+        """Asserts one row in [-1, 1], one score of membership that is no NaN, or both."""
         super().check(reconstruction, observation)
         assert reconstruction.rows is not None or reconstruction.membership is not None, (
             "nothing is recovered"

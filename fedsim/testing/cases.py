@@ -90,7 +90,7 @@ def local_step(
 
     Args:
         loss: Loss, which need not be that of the model.
-        gradient: Function that gives the direction so far.
+        gradient: Direction so far.
         batch_size: Divisor of sums over a batch.
         shape: (C, H, W) of an image.
         classes: Number of classes.
@@ -108,7 +108,7 @@ def local_step(
 
 
 def example_spec(shape: tuple[int, ...], classes: int, **parameters: Any) -> ModelSpec:
-    """Returns the description of an `mlp` with `parameters` of images of `shape` (C, H, W)."""
+    """Returns the description of an `mlp` with `parameters`, on images of `shape` (C, H, W)."""
     channels = shape[0]
     return ModelSpec(
         name="mlp",
@@ -215,7 +215,7 @@ def make_observation(
         defense: Defenses as a scenario lists them, `name` and parameters each.
         num_clients: Number of clients; several need an aggregation defense to combine them.
         seed: Seed of the weights and the defenses' noise.
-        weights: Parameters and buffers to start from; None: fresh ones.
+        weights: All parameters and buffers to start from, else a RuntimeError; None: fresh ones.
 
     Raises:
         ValueError: the number of images is not what the training needs, several clients' updates
@@ -250,7 +250,6 @@ def make_observation(
         # As many batches of different images as there are steps, or one for all steps.
         distinct = training.distinct_batches
         batches = list(zip(normalize(x, spec).chunk(distinct), y.chunk(distinct), strict=True))
-        # Batch by batch, as batch norm sees them in training.
         features += [features_of(network, parameters, buffers, b, training) for b, _ in batches]
         # Where batches are the `same`, the one batch serves every step.
         batches *= training.steps // distinct
@@ -327,13 +326,13 @@ def _observe(
 
 
 def reference(plugin: Mapping[str, Any]) -> PluginRef:
-    """Returns the plugin that a scenario names by `name` and, beside it, the parameters."""
+    """Returns a reference to the plugin `plugin["name"]`; all other keys are its parameters."""
     parameters = {key: value for key, value in plugin.items() if key != "name"}
     return PluginRef(name=plugin["name"], parameters=parameters)
 
 
 def example_batch(count: int, shape: tuple[int, ...] = (1, 16, 16)) -> tuple[Tensor, Tensor]:
-    """Returns fixed images (count, C, H, W), uniform on [0, 1], and labels 3, 6, 9, 2, ..."""
+    """Returns fixed images (count, C, H, W) on [0, 1], and labels (count,) 3, 6, 9, 2, 5, ..."""
     images = torch.rand(count, *shape, generator=rng.generator(0, "example"))
     return images, (3 * torch.arange(1, count + 1)) % 10
 
@@ -357,8 +356,7 @@ def make_release(
     """Returns what a server sees of a release from the `members` among `rows`, and the truth.
 
     Args:
-        rows: (N, d + 1) features and target in [-1, 1], no longer than `row_norm` (not checked), by
-            client; each has as many.
+        rows: (N, d + 1) float64 features and target in [-1, 1], by client; each has as many.
         members: (N,) bool: whether each row takes part.
         learner: Name of a registered closed-form learner.
         parameters: Parameters of the learner; None: its defaults.
@@ -370,7 +368,8 @@ def make_release(
         seed: Seed of the random matrices and the defenses' noise.
 
     Raises:
-        FedsimError: a plugin is unknown, or learner and defenses do not fit.
+        FedsimError: a plugin is unknown, learner and defenses do not fit, or a row is longer than
+            `row_norm`.
         ValueError: several clients are not combined, or a plugin refuses a parameter.
     """
     stack = build_stack([reference(member) for member in defense])
@@ -409,7 +408,7 @@ def make_kernel_release(
 
     Args:
         images: (N, C, H, W) uint8, by client; each has as many.
-        labels: (N,) int64.
+        labels: (N,) int64, of which the largest is the last class.
         members: (N,) bool: whether each image takes part.
         parameters: Parameters of learner ntk; None: its defaults.
         defense: Defenses as a scenario lists them, `name` and parameters each.
@@ -457,7 +456,6 @@ def _observe_release(
     defense: Sequence[Mapping[str, Any]],
     seed: int,
 ) -> tuple[Observation, RowTruth]:
-    """Returns the release of the `members` among the clients' data, which is equally divided."""
     problem = problem_of(scenario, stack, dataset.without_training(), len(members), _CPU)
     refs = [reference(member) for member in defense]
     computation = build_learner(scenario.learner).start(problem)
@@ -498,7 +496,10 @@ def _observe_release(
 
 
 def example_rows(count: int, columns: int = 4) -> tuple[Tensor, Tensor]:
-    """Returns fixed float64 rows (count, columns) on [-1, 1], and whether each takes part."""
+    """Returns fixed float64 rows (count, columns) on [-1, 1], and whether each takes part.
+
+    The last column but one is 1. Two of three rows take part, the first does not.
+    """
     stream = rng.generator(0, "example rows")
     rows = torch.rand(count, columns, generator=stream, dtype=torch.float64) * 2 - 1
     rows[:, -2] = 1

@@ -1,10 +1,6 @@
 """Provides contract suites of defenses, for a plugin's author to inherit: one for each kind.
 
-    class TestMyDefense(UpdateDefenseContract):
-        def make(self) -> MyDefense:
-            return MyDefense(strength=0.5)
-
-Every test of the suite then runs on the defense that `make` returns.
+Every test of the suite then runs on the defense that the subclass's `make` returns.
 """
 
 from __future__ import annotations
@@ -170,8 +166,7 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
             update = mixed_update()
             state = defense.init(update, BOUND)
             first, second = (dict(defense.apply(update, state, stream(i))[0]) for i in (1, 2))
-            # Which entries are zeroed may be drawn; those that neither draw has zeroed have to be
-            # equal.
+            # Which entries are zeroed may be drawn; those that neither has zeroed have to be equal.
             if effect.removed == "others":
                 left = {name: (first[name] != 0) & (second[name] != 0) for name in update}
                 first, second = (
@@ -213,7 +208,6 @@ class UpdateDefenseContract(PluginContract[UpdateDefense]):
         left = {name: tensor[tensor != 0] for name, tensor in defended.items()}
         if effect.rounded:
             for name in left:
-                # On a grid, each entry is a whole multiple of the smallest one.
                 steps = left[name].double() / left[name].double().abs().min()
                 assert float((steps - steps.round()).abs().max()) < 0.05, "no grid"
             return
@@ -231,14 +225,13 @@ _SIZES = ((30_000,), (100, 100))
 
 
 def _noise_of(defense: UpdateDefense) -> Tensor:
-    """Returns the 40,000 entries that come out where zeros of `_SIZES` go in."""
     zero = {str(size): torch.zeros(size) for size in _SIZES}
     defended, _ = defense.apply(zero, defense.init(zero, BOUND), stream())
     return torch.cat([tensor.flatten() for tensor in defended.values()]).double()
 
 
 class _Silence(UpdateDefense):
-    """Proves a bound by releasing zeros."""
+    """Releases zeros."""
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
@@ -257,7 +250,7 @@ class DataDefenseContract(PluginContract[DataDefense]):
 
     @abstractmethod
     def release(self) -> Release:
-        """Returns a release that the defense under test protects, for a subclass to implement."""
+        """Returns a release for which the defense under test has a σ."""
 
     def test_sigma_is_a_scale(self) -> None:
         defense, release = self.make(), self.release()
@@ -367,10 +360,8 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         first = defense.gradient(local_step(_steep, _plain, 3, *_WIDE))(
             parameters, images, labels, stream()
         )[_WEIGHT]
-        # The gradient of `_steep` is along the image: none for zeros, and the opposite for its
-        # negative.
+        # The gradient of `_steep` is along the image: none for zeros, opposite for its negative.
         example = images[:1] * (0 if mechanism.relation == "zero_out" else -1)
-        # Neighbouring batches differ in one example.
         exchanged = torch.cat([example, images[1:]])
         second = defense.gradient(local_step(_steep, _plain, 3, *_WIDE))(
             parameters, exchanged, labels, stream()
@@ -491,8 +482,7 @@ class StatisticDefenseContract(PluginContract[StatisticDefense]):
     def _value(self) -> Tensor:
         rows = torch.randn(9, STATISTIC_RELEASE.features, generator=stream(), dtype=torch.float64)
         rows /= rows.norm(dim=1, keepdim=True)
-        # The entrywise square of a Gram matrix is positive semidefinite as well (Schur's product
-        # theorem).
+        # The entrywise square of a Gram matrix is positive semidefinite as well (Schur).
         return (rows @ rows.T) ** 2 if self.make().statistic == "kernel" else rows
 
 
@@ -532,7 +522,6 @@ class AggregationDefenseContract(PluginContract[AggregationDefense]):
         assert same(_every(combined), _every(self.make().combine(small)))
         large = _every(self.make().combine(_updates()))
         for name, tensor in _every(combined).items():
-            # Combining is linear, so that the scaled sum is the sum of scaled updates.
             torch.testing.assert_close(1e6 * tensor, large[name], rtol=1e-4, atol=1e-4)
 
     def test_the_effect_is_declared(self) -> None:
@@ -654,8 +643,7 @@ class ModelDefenseContract(PluginContract[ModelDefense]):
         """Returns whether logits depend on torch's global stream, and on nothing else."""
         model, (images, _) = self._build().train(training), _images()
         logits = []
-        # The first two tell whether all chance comes from the seeded stream, the last whether there
-        # is any.
+        # The first two tell whether all chance is of the stream, the last whether there is any.
         for seed in (2, 2, 3):
             with rng.global_stream(seed):
                 logits.append(model(images).detach())
