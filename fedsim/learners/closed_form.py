@@ -1,7 +1,6 @@
 """Implements what closed-form learners share: one release per client; and the sketch learner.
 
-The release replaces the global parameters instead of moving them, and each client counts once in
-the mean: a client's number of rows would tell whether it holds one more.
+Each client counts once in the mean: its number of rows would tell whether it holds one more.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _CHUNK = 4096
 
 
 class OneRelease(Computation):
-    """Base of computing one release per client, the mean of which replaces the parameters."""
+    """Base of computing one release per client, whose mean replaces the parameters."""
 
     release: Release
 
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """Returns `update`, a client's release, in the place of the parameter."""
+        """Returns `update`, a client's release; the other arguments are not used."""
         return update
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns `mean`, that of the clients' releases, as the new parameters."""
+        """Returns `mean`, that of the clients' releases, however many `clients` there are."""
         return mean
 
     def most_examples(self, training: LocalTraining) -> int:
@@ -64,8 +63,8 @@ def counted_once(update: Tensors) -> Computed:
 def all_members(rows: Tensor, scored: Tensor, classes: int = 0) -> RowTruth:
     """Returns the truth of a release in which all `rows` (n, columns), of client 0, took part.
 
-    `scored` (columns,), bool, says which columns are scored. `classes` is the number of the last
-    columns, which encode the label; 0 if the last one is data.
+    `scored` (columns,), bool, says which columns are scored. The last `classes` columns encode the
+    label; 0 if the last one is data. Tensors are not copied.
     """
     return RowTruth(
         rows=rows,
@@ -102,7 +101,7 @@ class ClosedForm(OneRelease):
 
     @abstractmethod
     def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:
-        """Computes what is released of regularized `rows` (n, d + 1), the target being last.
+        """Computes what is released of `rows` (n, d + 1), target last, after `regularize`.
 
         A sketch is (d + 1, r), of r columns, and regression coefficients are (d,). `rng` is the
         learner's secret stream. A FedsimError says why the rows have no such release.
@@ -110,7 +109,6 @@ class ClosedForm(OneRelease):
 
     def describe(self) -> ReleaseSpec:
         """Describes how the release comes from rows; a FedsimError if no σ is enough."""
-        # Computed on demand, since the stack may have no σ.
         return ReleaseSpec(
             learner=self._learner.name,
             parameters=self._learner.parameters,
@@ -126,8 +124,7 @@ class ClosedForm(OneRelease):
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
         """Returns the truth of a release of all `inputs` (n, d + 1), which hold the targets."""
         scored = torch.ones(inputs.shape[1], dtype=torch.bool)
-        # Last among the features, before the target, stands the intercept: a constant that
-        # everybody knows.
+        # Before the target stands the intercept, if any: a constant that everybody knows.
         scored[-2] = not self.table.intercept
         return all_members(inputs, scored)
 
@@ -138,11 +135,14 @@ class ClosedForm(OneRelease):
             defense.check({client: rows for client, (rows, _) in clients.items()})
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns zeros shaped like a release, and no buffers: there is no model before it."""
+        """Returns zeros `release`, float64 and shaped like one, and no buffers."""
         return {VALUE: torch.zeros(self._shape, dtype=torch.float64)}, {}
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Returns the release of the first batch, with σ I below; fails as `describe`, `value`."""
+        """Returns the release of the first batch, with σ I below, drawn from `request.stream`.
+
+        `rng` is not used. It fails as `describe` and `value` do.
+        """
         rows = regularize(request.batches[0][0], self._stack.sigma(self.release))
         return counted_once({VALUE: self.value(rows, request.stream)})
 
@@ -156,11 +156,10 @@ def regularize(rows: Tensor, sigma: float) -> Tensor:
 
 
 def sketch(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
-    """Returns D'G of `rows` D (n, d), as (d, columns); G has independent standard normal entries.
+    """Returns D'G of `rows` D (n, d), as (d, columns); G is standard normal, drawn from `rng`.
 
-    G is drawn from `rng`. The result of regularized rows [D; σ I] is D'G + σ N with a standard
-    normal N: the noise of the random projection mechanism. The part of G that belongs to D is the
-    same whatever σ.
+    The result of regularized rows [D; σ I] is D'G + σ N with a standard normal N: the noise of the
+    random projection mechanism. The part of G that belongs to D is the same whatever σ.
     """
     total = torch.zeros(rows.shape[1], columns, dtype=rows.dtype)
     # torch fills blocks of 16 and an incomplete one otherwise, which would change with σ.
@@ -192,7 +191,7 @@ class Sketch(Learner):
     """r, the number of columns. Estimates err by 1/sqrt(r); more columns cost more privacy."""
 
     def payload(self) -> ReleaseKind:
-        """Returns the kind of what clients release: `sketch`."""
+        """Returns `sketch`, the kind of what clients release."""
         return "sketch"
 
     def start(self, problem: Problem) -> Computation:

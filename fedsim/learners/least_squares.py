@@ -56,11 +56,11 @@ class LeastSquares(Learner):
         return self
 
     def payload(self) -> ReleaseKind:
-        """Returns the kind of release of the `method`, such as `sketch` or `coefficients`."""
+        """Returns the kind of release of the `method`: `coefficients` of `ols`, for example."""
         return _KINDS[self.method]
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner; a FedsimError if columns are too few, or classes more than two."""
+        """Binds the learner; a FedsimError for over two classes, or a sketch of <= d columns."""
         return _LinearRegression(problem, self.method, self.columns or 0)
 
 
@@ -82,8 +82,7 @@ class _LinearRegression(ClosedForm):
         if self._method == "sketch":
             return sketch(rows, self.release.columns, rng)
         if self._method == "als":
-            # Transposed, the sketch is r rows: the regression minimizes ||G'(Bx - b)|| (Algorithm
-            # 1).
+            # Transposed, the sketch is r rows: x minimizes ||G'(Bx - b)|| (Algorithm 1).
             return solve(sketch(rows, self.release.columns, rng).T)
         if self._method == "ls":
             return normal_solution(rows, self.release.columns, rng)
@@ -105,8 +104,7 @@ class _LinearRegression(ClosedForm):
 
 def solve(rows: Tensor) -> Tensor:
     """Computes the shortest x that minimizes ||Bx - b||, (d,), for `rows` [B, b] (n, d + 1)."""
-    # gelsd works by singular values: of several solutions it gives the shortest. gels needs full
-    # rank.
+    # Of several solutions gelsd gives the shortest; gels needs full rank.
     solution: Tensor = torch.linalg.lstsq(rows[:, :-1], rows[:, -1:], driver="gelsd").solution
     return solution.squeeze(1)
 
@@ -114,16 +112,12 @@ def solve(rows: Tensor) -> Tensor:
 def normal_solution(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
     """Draws (d,) from N(x, ||e||² (B'B)^-1 / r), the limit of least squares on sketches.
 
-    `rows` is [B, b] (n, d + 1) with the solution x and residuals e; `columns` is r, that of the
-    sketch.
-
-    Raises:
-        FedsimError: B has not full column rank.
+    `rows` is [B, b] (n, d + 1) with the solution x and residuals e; `columns` >= 1 is r, that of
+    the sketch. A FedsimError says that B has not full column rank.
     """
     features, target = rows[:, :-1], rows[:, -1]
     best = solve(rows)
     residual = torch.linalg.vector_norm(features @ best - target)
-    # cholesky_ex reports a failure instead of raising, so that the error can name the remedy.
     factor, failed = torch.linalg.cholesky_ex(features.T @ features)
     if int(failed):
         raise FedsimError(

@@ -1,17 +1,9 @@
-"""Computes neural tangent kernel regression with quadratic activation, and its private release.
+"""Computes neural tangent kernel regression with quadratic activation.
 
-Differential Privacy Mechanisms in Neural Tangent Kernel Regression, section 3.3 (kernels), 3.4
-(regression), Algorithm 1 (Gaussian sampling mechanism) and Algorithm 2 (private regression). The
-network f(x) = Σ_r a_r (w_r'x)² has the kernel K(x, z) = (x'z) (x'Sz) with S = W'W / m, which tends
-to σ² (x'z)² as m grows.
-
-What is released of a training set (X, Y) is X̃, X behind truncated Laplace noise, and
-α̃ = (K̃ + λ I)⁻¹ Y, K̃ being a Wishart draw of mean K. Labels are not protected, and neighbours are
-sets of which one x is moved by at most β: a record is hidden only among records that close.
-Prediction lacks Definition 3.8's factor 1 / n, as Algorithm 2 does; no class depends on it.
-
-Arrays are float64 on the CPU. `X` is (n, d), `Y` (n, c) with one column a class, and `weights` are
-(m, d), or None for the continuous kernel.
+Gu et al., Differential Privacy Mechanisms in Neural Tangent Kernel Regression, sections 3.3 and
+3.4. The network f(x) = Σ_r a_r (w_r'x)² has the kernel K(x, z) = (x'z) (x'Sz) with S = W'W / m,
+which tends to σ² (x'z)² as m grows. Prediction lacks Definition 3.8's factor 1 / n, as Algorithm 2
+does; no class depends on it. Arrays are float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -27,13 +19,9 @@ leaves about 1e-16 n where the exact value is zero, on any processor."""
 
 
 def draw_weights(neurons: int, dimension: int, scale: float, generator: torch.Generator) -> Tensor:
-    """Draws the neurons' weights w_r ~ N(0, σ² I) as (m, d), float64, independent of the data.
+    """Draws the weights of m `neurons`, (m, d) float64 from N(0, σ²), independent of the data.
 
-    Args:
-        neurons: m, the number of neurons.
-        dimension: d, the number of features.
-        scale: σ, the standard deviation of each weight.
-        generator: A stream on the CPU.
+    `dimension` is d, the number of features, and `scale` σ. `generator` is on the CPU.
     """
     return scale * torch.randn(neurons, dimension, generator=generator, dtype=torch.float64)
 
@@ -46,7 +34,7 @@ def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float 
         z: (b, d) rows.
         weights: W (m, d) of the discrete kernel (Definition 3.5), which carry σ themselves; None
             for the continuous kernel σ² (x'z)² (Definition 3.6).
-        scale: σ of the continuous kernel.
+        scale: σ of the continuous kernel; not used with `weights`.
     """
     product = x @ z.T
     if weights is None:
@@ -57,11 +45,9 @@ def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float 
 def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
     """Computes α = (K + λ I)⁻¹ Y, (n, c), of `gram` K (n, n), `labels` Y (n, c) and λ = `ridge`.
 
-    Y has one column a class, see `one_hot`. Rows x (a, d) then have the values K(x, X) α (a, c);
-    the largest of a row is its class.
-
-    Raises:
-        FedsimError: `ridge` is not positive, or lost in the rounding of a singular K.
+    Y has one column a class, see `one_hot`, and n >= 1. Rows x (a, d) then have the values K(x, X)
+    α (a, c); the largest of a row is its class. A FedsimError says that `ridge` is not positive, or
+    lost in the rounding of a singular K.
     """
     if not ridge > 0:
         raise FedsimError(f"ridge {ridge}: λ has to be positive, or K + λ I may be singular")
@@ -89,7 +75,7 @@ def quadratic_form(
         train: X (n, d), whose kernel matrix `fit` was given.
         alpha: α (n, c), as `fit` returns it.
         weights: (m, d) of the neurons, as of `kernel`; None for the continuous kernel.
-        scale: σ of the continuous kernel.
+        scale: σ of the continuous kernel; not used with `weights`.
     """
     # X' diag(α_j) X of each class j, at once.
     weighted = torch.einsum("ij,ia,ib->jab", alpha, train, train)

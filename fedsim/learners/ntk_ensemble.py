@@ -50,8 +50,7 @@ KERNEL = "kernel"
 _KINDS: dict[str, ReleaseKind] = {"form": "kernel_regression", "model": "kernel_model"}
 
 _LARGEST = 10**8
-"""Maximum number of entries of a released model."""
-
+"""Maximum number of entries of Q."""
 
 _BATCH = 256
 
@@ -75,7 +74,7 @@ class _FeatureExtractor:
         self.dimension = self.of(torch.zeros(1, *dataset.input_spec.input_shape)).shape[1]
 
     def of(self, pixels: Tensor) -> Tensor:
-        """Computes the features of (n, C, H, W) `pixels` in [0, 1]: (n, d) float64 on the CPU."""
+        """Computes (n, d) float64, on the CPU, of (n, C, H, W) `pixels` in [0, 1]."""
         if self._spec is None:
             rows = pixels.flatten(1)
         else:
@@ -136,7 +135,11 @@ class NTK(Learner):
         return _KINDS[self.release]
 
     def start(self, problem: Problem) -> Computation:
-        """Binds the learner; a FedsimError if Q is too large, or `model` is of several clients."""
+        """Binds the learner to one stack's federation.
+
+        A FedsimError says that Q has more than 10^8 entries, that `model` is of several clients, or
+        that the model or its weights do not fit.
+        """
         return _Ensemble(problem, self) if self.release == "form" else _Single(problem, self)
 
 
@@ -170,7 +173,6 @@ class _KernelRegression(OneRelease):
         )
 
     def describe(self) -> ReleaseSpec:
-        # Computed on demand, since no noise may be enough.
         return ReleaseSpec(
             learner=self._declared.name,
             parameters=self._declared.parameters,
@@ -194,7 +196,7 @@ class _KernelRegression(OneRelease):
         return all_members(rows, torch.arange(d + self._classes) < d, self._classes)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Returns S (d, d) of the kernel (x'z)(x'Sz), which everybody knows."""
+        """Returns S (d, d) of the kernel, which everybody knows."""
         if self._weights is None:
             identity = torch.eye(self.release.features, dtype=torch.float64)
             return {KERNEL: self._learner.scale**2 * identity}
@@ -292,8 +294,7 @@ class _Single(_KernelRegression):
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
         rows, alpha = self.fit(request, rng)
-        # F.pad takes the last axis first. A release of fewer rows, as of a probe, keeps the
-        # declared shape.
+        # F.pad takes the last axis first. A probe's release of fewer rows keeps the shape.
         padding = (0, 0, 0, self._num_examples - len(rows))
         return counted_once({FEATURES: F.pad(rows, padding), ALPHA: F.pad(alpha, padding)})
 

@@ -65,8 +65,6 @@ class SGD(TrainingLearner):
 
 @final
 class _SGDTraining(Computation):
-    """Trains one stack's federation."""
-
     spec: ModelSpec
     model: Classifier
 
@@ -165,8 +163,6 @@ class _SGDTraining(Computation):
                 chunk = slice(start, start + _EVALUATION_BATCH)
                 inputs = normalize(as_pixels(images[chunk]).to(self._device), self.spec)
                 target = labels[chunk].to(self._device)
-                # The module keeps its own weights, and computes with those of the round for this
-                # call.
                 logits = functional_call(self.model, state, (inputs,))
                 total += F.cross_entropy(logits, target, reduction="sum").double().cpu()
                 correct += int((logits.argmax(1) == target).sum())
@@ -217,7 +213,6 @@ class _SGDTraining(Computation):
         batches: Sequence[tuple[Tensor, Tensor]],
         training: LocalTraining,
     ) -> Tensor:
-        """Returns the mean cross-entropy of all images, without dropout."""
         scratch = {name: value.clone() for name, value in buffers.items()}
         loss = loss_function(self.model, scratch, replace(training, dropout=0.0))
         sizes = torch.tensor([float(len(labels)) for _, labels in batches])
@@ -234,12 +229,12 @@ class Trained:
     update: Tensors
     """Gradient or change of weights, named like the parameters."""
     buffers: Tensors
-    """New floating-point buffers (batch-norm statistics)."""
+    """All floating-point buffers (batch-norm statistics) after training."""
     seed: int
     """Seed of torch's global stream, from which the model drew."""
     loss: float
     """Loss of the first batch under the global weights: the sum over its examples, over
-    `batch_size`."""
+    `batch_size`; 0 for an empty batch."""
 
 
 def train(
@@ -255,10 +250,11 @@ def train(
     """Trains on `batches` as `training` says, and returns the result before the update defenses.
 
     All tensors are on one device, and so is the result. Defenses with a memory go on from a
-    client's earlier steps only inside `stack.memory_of`.
+    client's earlier steps only inside `stack.memory_of`. Errors are those of `Stack.gradient` and
+    `loss_function`.
 
     Args:
-        model: Computes the loss.
+        model: Network that computes the loss; its weights stay, and its mode may change.
         spec: Description of the model, which defenses of steps are handed.
         parameters: Global weights by name, which stay as they are.
         buffers: Global buffers by name, which stay as they are.
@@ -273,8 +269,7 @@ def train(
     losses: list[Tensor] = []
 
     def plain(at: Tensors, images: Tensor, labels: Tensor, _: torch.Generator) -> Tensors:
-        # Divided by the declared size, so that an example's weight does not depend on how many
-        # others are drawn.
+        # An example's weight must not depend on how many others are drawn.
         share = len(images) / training.batch_size
         if share == 0:
             losses.append(torch.zeros(()))
@@ -296,8 +291,7 @@ def train(
             batch_size=training.batch_size,
         )
     )
-    # Layers draw from torch's global stream. Its seed is kept, so that the truth can repeat their
-    # draws.
+    # Layers draw from torch's global stream; by its seed the truth can repeat their draws.
     seed = int(torch.randint(2**62, (), generator=generator))
     with rng.global_stream(seed):
         update = local_update(
