@@ -18,10 +18,8 @@ from fedsim.rng import normal
 from fedsim.types import FedsimError
 
 _Positive = Annotated[float, Field(gt=0, le=1e12)]
-_CHUNK = 4096
-"""Draws that are held at once."""
-_MOST = 100_000
-"""Draws beyond which nothing is gained: every entry is within 0.3% of its size."""
+_CHUNK = 4096  # draws that are held at once
+_MOST = 100_000  # draws beyond which nothing is gained: every entry is within 0.3% of its size
 _ROUNDING = 1e-9
 """Relative error of a measured eigenvalue, beside what the largest leaves of it. A claim changes as
 little by it."""

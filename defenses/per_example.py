@@ -12,10 +12,8 @@ from fedsim.types import Effect, FedsimError, LocalTraining, Noise, Tensors
 
 _CHUNK_BYTES = 1 << 28
 """Bytes of the examples' gradients that are held at once, unless a single one has more."""
-_CHUNK_EXAMPLES = 256
-"""Most examples whose gradients are held at once."""
-_BLOCK = 256
-"""Entries whose squares are summed in the gradients' own precision."""
+_CHUNK_EXAMPLES = 256  # most examples whose gradients are held at once
+_BLOCK = 256  # entries whose squares are summed in the gradients' own precision
 
 
 def clipped_mean(

@@ -121,8 +121,7 @@ class RandomProjection(DataDefense):
         )
 
 
-_ROUNDING = 1e-9
-"""Relative error of a measured leverage; it changes a claim by no more than that."""
+_ROUNDING = 1e-9  # relative error of a measured leverage; it changes a claim by no more than that
 
 
 def largest_leverage(rows: Tensor) -> float:

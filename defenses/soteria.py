@@ -14,8 +14,7 @@ from fedsim.contracts.defense import GradientFn, LocalStep, TrainingDefense, sta
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, FedsimError, LocalTraining, Tensors
 
-_LEAST_FEATURE = 0.1
-"""Number that the authors' code adds to features, so that none divides by 0."""
+_LEAST_FEATURE = 0.1  # number that the authors' code adds to features, so that none divides by 0
 
 
 @final

@@ -35,24 +35,18 @@ _FINEST, _COMPARED, _OFF = 1 << 12, 64, 0.01
 class ClassifierGradient:
     """Holds the classifier's weights and the observed mean gradient of them, in float64."""
 
-    weights: Tensor
-    """[W b] (K, d + 1), or W (K, d) if it has no bias."""
-    gradient: Tensor
-    """Gradient of the mean loss in `weights`."""
-    biased: bool
-    """Whether the last feature is the constant 1."""
+    weights: Tensor  # [W b] (K, d + 1), or W (K, d) if it has no bias
+    gradient: Tensor  # gradient of the mean loss in `weights`
+    biased: bool  # whether the last feature is the constant 1
     num_images: int
     factors: int
     """Number of clipping's unknown factors in (0, 1]: 0, 1, or N (one for each image)."""
-    removed: bool
-    """Whether a defense set entries of the gradient to zero."""
+    removed: bool  # whether a defense set entries of the gradient to zero
     mixed: bool
     """Whether a defense mixed entries, so that one depends on those at other positions."""
     noisy: bool
-    exact: bool
-    """Whether the row space of the gradient is as the client computed it."""
-    dropout: bool
-    """Whether each image met other features (dropout)."""
+    exact: bool  # whether the row space of the gradient is as the client computed it
+    dropout: bool  # whether each image met other features (dropout)
     rates: tuple[float, ...]
     """Learning rate of each local step but the last, if all are on the same batch; else empty."""
     momentum: float
@@ -60,8 +54,7 @@ class ClassifierGradient:
     """Spacing of the weights' gradient's grid over that of the bias's; 1 if either is not known."""
     removed_below: Tensor | None = None
     """(d + 1,): magnitude that removed entries of a column had at most, infinite if unknown."""
-    divisor: float = 1.0
-    """Always 1: only a two-layer head divides its logits."""
+    divisor: float = 1.0  # always 1: only a two-layer head divides its logits
     rounding: float = 2.0**-24
     """Relative rounding error of an entry, in the type that the update was sent in."""
     grid: float = 0.0

@@ -101,14 +101,10 @@ warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarn
 class Fits(NamedTuple):
     """Holds features that descents from several starts have reached."""
 
-    features: Tensor
-    """(S, N, d), without the constant 1."""
-    labels: Tensor
-    """(S, N) int64."""
-    losses: Tensor
-    """(S,): squared residual over the squared gradient."""
-    points: Tensor
-    """(S, n): the unknowns."""
+    features: Tensor  # (S, N, d), without the constant 1
+    labels: Tensor  # (S, N) int64
+    losses: Tensor  # (S,): squared residual over the squared gradient
+    points: Tensor  # (S, n): the unknowns
 
 
 def _whole_inverse(matrix: Tensor) -> Tensor:
@@ -320,14 +316,10 @@ class _Parts(NamedTuple):
     """Parts that explain the gradient's c columns; r dimensions are the classifier's rows' span."""
 
     errors: Tensor
-    slopes: Tensor
-    """Slopes of D in the points (S, N, K, r)."""
-    inputs: Tensor
-    """(S, N, c): the features' columns: in the span, the constant, the rest."""
-    left: Tensor
-    """(S, K, c): what is left of the gradient's columns."""
-    outside: Tensor
-    """(S, K, K): the projector to what no Y explains."""
+    slopes: Tensor  # slopes of D in the points (S, N, K, r)
+    inputs: Tensor  # (S, N, c): the features' columns: in the span, the constant, the rest
+    left: Tensor  # (S, K, c): what is left of the gradient's columns
+    outside: Tensor  # (S, K, K): the projector to what no Y explains
 
 
 @final

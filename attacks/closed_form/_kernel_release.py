@@ -33,8 +33,7 @@ from fedsim_attacks.closed_form._quadratic_form import complete_rows, decompose_
 KERNELS: tuple[ReleaseKind, ...] = ("kernel_regression", "kernel_model")
 """The kinds of release that `read_model` reads."""
 
-_EXACT = 1e-6
-"""Scale of the noise that is assumed on rows to which none was added."""
+_EXACT = 1e-6  # scale of the noise that is assumed on rows to which none was added
 
 _FAR = 1e6
 """Loss of log-likelihood where a row is impossible; finite, so that the least bad match exists."""
@@ -44,26 +43,16 @@ _FAR = 1e6
 class KernelModel:
     """Holds a released kernel regression of n rows in any order, of d features and c classes."""
 
-    rows: Tensor
-    """(n, d) X̃."""
-    alpha: Tensor
-    """(n, c) α̃."""
-    labels: Tensor
-    """(n, c) Y, one entry of 1 in each row, derived from α̃."""
-    scale: float
-    """Scale b of the Laplace noise on each entry of X̃; 0 without noise."""
-    bound: float
-    """Bound B that no noise exceeds; infinite where the rows' lengths are estimates."""
-    draws: float
-    """Number k of Gaussian draws in K̃; infinite where α̃ is computed from K itself."""
-    lift: float
-    """γ, added to the diagonal of K before it is sampled."""
-    ridge: float
-    """λ of the kernel ridge regression."""
-    kernel: Tensor
-    """(d, d) matrix S of the kernel K(x, z) = (x'z)(x'Sz)."""
-    clients: int
-    """Number of clients whose rows these are; each has coefficients of its own."""
+    rows: Tensor  # (n, d) X̃
+    alpha: Tensor  # (n, c) α̃
+    labels: Tensor  # (n, c) Y, one entry of 1 in each row, derived from α̃
+    scale: float  # scale b of the Laplace noise on each entry of X̃; 0 without noise
+    bound: float  # bound B that no noise exceeds; infinite where the rows' lengths are estimates
+    draws: float  # number k of Gaussian draws in K̃; infinite where α̃ is computed from K itself
+    lift: float  # γ, added to the diagonal of K before it is sampled
+    ridge: float  # λ of the kernel ridge regression
+    kernel: Tensor  # (d, d) matrix S of the kernel K(x, z) = (x'z)(x'Sz)
+    clients: int  # number of clients whose rows these are; each has coefficients of its own
 
     def log_density(self, rows: Tensor) -> Tensor:
         """Computes the log density (m, n) of each released row, given each of `rows` (m, d)."""
@@ -86,10 +75,8 @@ class Matched:
 
     model: KernelModel
     """The others' rows first, in the order in which they are known; then the target's."""
-    others: Tensor
-    """(n - 1, d + c): unit features and one-hot label of each row but the target's."""
-    likelihood: float
-    """Log-likelihood of the match."""
+    others: Tensor  # (n - 1, d + c): unit features and one-hot label of each row but the target's
+    likelihood: float  # log-likelihood of the match
 
 
 def read_model(observation: Observation, known: Tensor) -> KernelModel:
@@ -262,10 +249,8 @@ class KernelPosterior:
     """Computes the posterior of the missing row, with which no known row was matched."""
 
     matched: Matched
-    learned: bool
-    """Whether the prior is fitted to the others; else any unit vector is as likely."""
-    alpha: bool
-    """Whether the coefficients α̃ are used beside the rows X̃."""
+    learned: bool  # whether the prior is fitted to the others; else any unit vector is as likely
+    alpha: bool  # whether the coefficients α̃ are used beside the rows X̃
 
     def scale_rows(self, rows: Tensor) -> Tensor:
         """Scales down rows (n, d + c) whose d features are longer than 1; the classes stay."""
@@ -295,12 +280,9 @@ class KernelPosterior:
 class ClassPrior:
     """Holds a normal distribution of each class's features, and the shares of the classes."""
 
-    means: Tensor
-    """(c, d): mean features of each class."""
-    covariance: Tensor
-    """(d, d): covariance within a class, the same for all."""
-    shares: Tensor
-    """(c,): share of the rows in each class."""
+    means: Tensor  # (c, d): mean features of each class
+    covariance: Tensor  # (d, d): covariance within a class, the same for all
+    shares: Tensor  # (c,): share of the rows in each class
 
     def marginal(self) -> tuple[Tensor, Tensor]:
         """Computes mean (d,) and covariance (d, d) of the features over all classes."""
@@ -313,14 +295,10 @@ class ClassPrior:
 class _Equations:
     """Values of K(x_j, x) that α̃ determines, with normal errors, for the others x_j."""
 
-    rows: Tensor
-    """(m, d): the other rows x_j."""
-    kernel: Tensor
-    """(d, d) matrix S of the kernel."""
-    values: Tensor
-    """(m,): values of K(x_j, x), up to those errors."""
-    precision: Tensor
-    """(m, m) inverse of the errors' covariance."""
+    rows: Tensor  # (m, d): the other rows x_j
+    kernel: Tensor  # (d, d) matrix S of the kernel
+    values: Tensor  # (m,): values of K(x_j, x), up to those errors
+    precision: Tensor  # (m, m) inverse of the errors' covariance
 
     def linear(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Computes K(x_j, x) of all m rows x_j, (m,), and its slopes (m, d), at x = `row` (d,)."""

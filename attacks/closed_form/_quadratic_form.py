@@ -39,23 +39,17 @@ def _weights(row: Tensor, column: Tensor, like: Tensor) -> Tensor:
     return torch.where(row == column, 1.0, 2.0).to(like.dtype).sqrt()
 
 
-_TRIES = 8
-"""Pairs of mixtures, of which the best is kept."""
+_TRIES = 8  # pairs of mixtures, of which the best is kept
 
-_RANK = 1e-9
-"""Share of the largest singular value below which one is rounding."""
+_RANK = 1e-9  # share of the largest singular value below which one is rounding
 
-_MISSED = 1e-6
-"""Share of Q that rows and coefficients may fail to explain."""
+_MISSED = 1e-6  # share of Q that rows and coefficients may fail to explain
 
-_STARTS = 4
-"""Eigenvectors, of either end, from which a missing row is searched."""
+_STARTS = 4  # eigenvectors, of either end, from which a missing row is searched
 
-_STEPS = 60
-"""Gauss-Newton steps from each of them."""
+_STEPS = 60  # Gauss-Newton steps from each of them
 
-_LARGEST = 10**8
-"""Entries of all x x' together that are held at once."""
+_LARGEST = 10**8  # entries of all x x' together that are held at once
 
 
 def decompose_form(

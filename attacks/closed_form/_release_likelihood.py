@@ -46,15 +46,12 @@ class ReleaseLikelihood:
     """Computes how likely a release is, given the missing row of d features and a target."""
 
     kind: ReleaseKind
-    columns: int
-    """Number r of columns of the sketch."""
+    columns: int  # number r of columns of the sketch
     observed: Tensor
     """The sketch (d + 1, r), or the coefficients (d,), of the rows of `gram` and v; of a sum of
     clients' coefficients, the sum less the others' expected ones."""
-    gram: Tensor
-    """(d + 1, d + 1) K without v."""
-    scale: float
-    """Factor by which clipping shrinks what v's client releases."""
+    gram: Tensor  # (d + 1, d + 1) K without v
+    scale: float  # factor by which clipping shrinks what v's client releases
     variance: Tensor | None
     """(d, d): the covariance of what is added to the coefficients; None if nothing is."""
 

@@ -43,8 +43,7 @@ from fedsim_attacks.closed_form._release_likelihood import (
     release_likelihood,
 )
 
-_UNIFORM_VARIANCE = 1 / 3
-"""Variance of a value that is uniform on [-1, 1]."""
+_UNIFORM_VARIANCE = 1 / 3  # variance of a value that is uniform on [-1, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +188,9 @@ class _RowPosterior:
 class _Part:
     """A normal distribution of the free entries, in one class."""
 
-    center: Tensor
-    """(d + 1,): mean, with the fixed entries in their places."""
-    spread: Tensor
-    """(k, k): a square root of the covariance of the free entries."""
-    target: float | None
-    """Class of all draws; None for a target that is a quantity."""
+    center: Tensor  # (d + 1,): mean, with the fixed entries in their places
+    spread: Tensor  # (k, k): a square root of the covariance of the free entries
+    target: float | None  # class of all draws; None for a target that is a quantity
 
     def draw(self, places: Tensor, samples: int, rng: torch.Generator) -> Tensor:
         """Draws rows (samples, d + 1), in which only the k entries `places` vary."""
@@ -217,10 +213,8 @@ class _Part:
 @dataclass(kw_only=True)
 class _RowSearch(AttackState):
     posterior: _RowPosterior | KernelPosterior
-    starts: list[Tensor]
-    """(d + 1,) each, rows before they are scaled to the bound."""
-    candidates: list[tuple[Tensor, Tensor]]
-    """(loss, row), the best first."""
+    starts: list[Tensor]  # (d + 1,) each, rows before they are scaled to the bound
+    candidates: list[tuple[Tensor, Tensor]]  # (loss, row), the best first
     rng: torch.Generator
 
 

@@ -1,9 +1,4 @@
-"""The three products of a convolution, each by the algorithm that is fastest for its shape.
-
-An algorithm brings images, weights and output gradients into a form of its own once, and takes each
-product of those forms: a gradient-matching iteration uses every one of them in two or three of its
-seven products.
-"""
+"""The three products of a convolution, each by the algorithm that is fastest for its shape."""
 
 from __future__ import annotations
 
@@ -79,15 +74,12 @@ class Geometry(NamedTuple):
 class ConvolutionShape(NamedTuple):
     """Shapes of one convolution."""
 
-    images: torch.Size
-    """(N, C, H, W)."""
-    weights: torch.Size
-    """(O, C / groups, k, l)."""
+    images: torch.Size  # (N, C, H, W)
+    weights: torch.Size  # (O, C / groups, k, l)
     geometry: Geometry
 
     @property
     def outputs(self) -> tuple[int, int]:
-        """Size (H', W') of the outputs."""
         height, width = self.geometry.positions(self.images[2:], self.weights[2:])
         return height, width
 
@@ -173,7 +165,6 @@ class Patches(ConvolutionAlgorithm):
         return y.view(self.problem.images[0], *self.problem.outputs, -1).permute(0, 3, 1, 2)
 
     def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Multiplies gradients by weights, and adds each tap where it came from."""
         (s0, s1), (p0, p1), (d0, d1), _ = self.problem.geometry
         n, c, height, width = self.problem.images
         h, v = self.problem.outputs
@@ -263,7 +254,6 @@ class Winograd(ConvolutionAlgorithm):
 
     @staticmethod
     def applies(problem: ConvolutionShape) -> bool:
-        """Says whether the kernel is 3x3 with stride 1, without dilation and groups."""
         (stride, _, dilation, groups), kernel = problem.geometry, problem.weights[2:]
         return kernel == (3, 3) and stride == dilation == (1, 1) and groups == 1
 
@@ -311,7 +301,6 @@ class Winograd(ConvolutionAlgorithm):
         return (a.t() @ tiles.reshape(_OUT**2, -1)).view(_IN**2, -1, o)
 
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiplies images by weights in each of the 36 elements, and transforms back."""
         a, _, _ = _matrices(images.dtype)
         n, (rows, columns) = self.problem.images[0], self._tiles
         height, width = self.problem.outputs
@@ -344,7 +333,6 @@ class Winograd(ConvolutionAlgorithm):
         return whole[:, p0 : p0 + height, p1 : p1 + width].permute(0, 3, 1, 2)
 
     def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Sums gradients times images over the tiles, in each element."""
         _, g, _ = _matrices(gradients.dtype)
         o, c = self.problem.weights[:2]
         products = _product(gradients.transpose(1, 2), images)

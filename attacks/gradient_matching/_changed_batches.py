@@ -35,8 +35,7 @@ _LEAST_EDGE, _RIDGE = 1e-3, 1e-4
 class ChangedBatch:
     """The changes of a step's batch, as far as an attack allows for them."""
 
-    copied: tuple[Augmentation, ...] = ()
-    """Changes that are simulated: nothing of them is drawn."""
+    copied: tuple[Augmentation, ...] = ()  # changes that are simulated: nothing of them is drawn
     drawn: tuple[Augmentation | Mixture, ...] = ()
     """Changes that come before those, and are undone."""
 

@@ -100,7 +100,6 @@ class Pyramid:
             self.images.add_(self._enlarge(level - old))
 
     def _enlarge(self, level: Tensor) -> Tensor:
-        """Enlarges a level to the images' size, bilinearly."""
         return F.interpolate(level, self.images.shape[2:], mode="bilinear", align_corners=False)
 
     def _shrink(self, slope: Tensor, level: Tensor) -> Tensor:
@@ -257,12 +256,9 @@ class DrawingSettings:
     """Variables that are optimized, and the steps that Adam takes in them."""
 
     canvas: Canvas
-    iterations: int
-    """Number of steps over which the step size falls."""
-    width: int = 0
-    """Channels of the U-Net at full resolution; unused by other canvases."""
-    rate: float | None = None
-    """Step size of Adam; None is 0.001 for the U-Net and 0.1 for pixels."""
+    iterations: int  # number of steps over which the step size falls
+    width: int = 0  # channels of the U-Net at full resolution; unused by other canvases
+    rate: float | None = None  # step size of Adam; None is 0.001 for the U-Net and 0.1 for pixels
     decay: Decay = "steps"
 
 

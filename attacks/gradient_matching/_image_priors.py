@@ -53,10 +53,7 @@ def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chromatic_variation(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `total_variation` and its gradient with color counted three times.
-
-    It is `total_variation` itself for any number of channels but three.
-    """
+    """Computes `total_variation`, with three channels' color counted three times, and its slope."""
     if images.shape[1] != len(_OPPONENTS):
         return total_variation(images)
     directions = images.new_tensor(_OPPONENTS)
@@ -134,10 +131,7 @@ def expose(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) ->
 
 
 def trusted_contrast(noise: float) -> float:
-    """Computes the contrast nearest to the truth, for a share of `noise` in the first gradient.
-
-    It is a factor in [0, 1], and `noise` a share of the gradient's energy.
-    """
+    """Computes the contrast, in [0, 1], nearest to the truth for a share of `noise` in energy."""
     # An estimate whose correlation with the truth is c is nearest to it at contrast c.
     clear = _INFORMED * max(0.0, 1 - noise)
     return math.sqrt(clear / (noise + clear))
@@ -146,12 +140,10 @@ def trusted_contrast(noise: float) -> float:
 class KnownFeatures(NamedTuple):
     """Features (N, d) that the images are known to have, in their order."""
 
-    values: Tensor
-    """(N, d)."""
+    values: Tensor  # (N, d)
     measure: Literal["squared_cosine", "relative"]
     """Comparison of features: by direction alone, or by distance."""
-    trust: Tensor | float = 1.0
-    """(N,): weight of each image's misfit; or one weight for all."""
+    trust: Tensor | float = 1.0  # (N,): weight of each image's misfit; or one weight for all
     known: Tensor | float = 1.0
     """(d,): 1 for entries whose distances count, and 0 for others; or 1 for all."""
 

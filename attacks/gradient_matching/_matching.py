@@ -1,9 +1,4 @@
-"""Gradient matching: recompute a client's update from candidate images, and compare.
-
-The candidates go through the very function that the client ran (`fedsim.models.local`), so that at
-the true images and labels the recomputed update is the observed one, for one gradient as for
-several local steps, for one client as for the mean of many.
-"""
+"""Gradient matching: put candidates through the function that clients ran, and compare updates."""
 
 from __future__ import annotations
 
@@ -36,12 +31,9 @@ from fedsim_attacks.labels.label_inference import infer_labels
 class Candidate:
     """A candidate batch: normalized images, with fixed labels or with logits of soft ones."""
 
-    images: Tensor
-    """(N, C, H, W)."""
-    labels: Tensor | None
-    """(N,) int64; None where soft labels are optimized."""
-    logits: Tensor | None = None
-    """(N, K) of soft labels; None where labels are fixed."""
+    images: Tensor  # (N, C, H, W)
+    labels: Tensor | None  # (N,) int64; None where soft labels are optimized
+    logits: Tensor | None = None  # (N, K) of soft labels; None where labels are fixed
     drawn: tuple[Tensor, ...] = ()
     """What the model draws as it computes, in order; empty where that stays random."""
 
@@ -70,8 +62,7 @@ _ROUNDING = 1e-11  # share of the update's energy below which a tensor is roundi
 class MatchedUpdate:
     """The observed update, in the parts that candidates can reach."""
 
-    tensors: list[Tensor]
-    """Compared tensors, in the order of the parameters."""
+    tensors: list[Tensor]  # compared tensors, in the order of the parameters
     square: Tensor
     """|t|² (0-d) of the tensors that are compared, also of their entries that are left out."""
     outside: Tensor
@@ -106,10 +97,7 @@ def squared_distance(update: Sequence[Tensor], target: MatchedUpdate) -> Distanc
 
 
 def gaussian_distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
-    """Averages 1 - exp(-|u_l - t_l|² / |t_l|²) over tensors l = 1, 2, ..., weighted by 1 / l.
-
-    Returns a `DistanceValue`.
-    """
+    """Averages 1 - exp(-|u_l - t_l|² / |t_l|²) over tensors l = 1, 2, ..., weighted by 1 / l."""
     # Wang et al., SAPAG, 2020, take an entry's variance: that kernel is flat where attacks start.
     total = sum(1 / (place + 1) for place in range(len(update)))
     losses, direction = [], []
@@ -143,10 +131,7 @@ def negative_log_likelihood(variance: float, pixels: int, scaled: bool) -> Dista
 
 
 def reweighted_cosine(weights: Sequence[float], *, summed: bool = False) -> Distance:
-    """Makes the distance that averages 1 - cos(u_i, t_i) over tensors by `weights`, one for each.
-
-    If `summed` it is the weighted sum.
-    """
+    """Makes the distance that averages 1 - cos(u_i, t_i) by `weights`, or sums it if `summed`."""
 
     def distance(update: Sequence[Tensor], target: MatchedUpdate) -> DistanceValue:
         losses, direction = [], []
@@ -182,7 +167,6 @@ def _lengths(u: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inner_product(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    """Computes the inner product (0-d) of `a` and `b` over all entries of all tensors."""
     products = [torch.dot(_flat(x), _flat(y)) for x, y in zip(a, b, strict=True)]
     return torch.stack(products).sum()
 
@@ -284,7 +268,7 @@ class Matching:
         tensors: ComparedTensors = "all",
         effects: Effects = "ignored",
     ) -> None:
-        """Prepares the comparison.
+        """Prepares the comparison; AttackFailed if nothing was updated of the `tensors`.
 
         Args:
             observation: The update, and how the clients trained.
@@ -293,9 +277,6 @@ class Matching:
             width: Width of the smoothed jumps of slopes (`smooth`); 0 leaves them.
             tensors: Tensors that are compared.
             effects: Treatment of what a defense changed.
-
-        Raises:
-            AttackFailed: `tensors` is `body`, and nothing of it was updated.
         """
         self._observation = observation
         self._simulated = observation.effect if effects == "simulated" else Effect()
@@ -347,7 +328,6 @@ class Matching:
 
     @property
     def device(self) -> torch.device:
-        """Device of the observation, on which all is computed."""
         return self._observation.device
 
     def _lay(self, tensor: Tensor) -> Tensor:

@@ -44,41 +44,26 @@ class HeadGradient:
     m hidden neurons, the last `config.planted` by the server; d features; K classes; N images.
     """
 
-    hidden: Tensor
-    """W (m, d), float32."""
-    bias: Tensor
-    """b (m,)."""
-    output: Tensor
-    """A (K, m), divided by `divisor`."""
-    activation: Callable[[Tensor], Tensor]
-    """σ, element-wise."""
+    hidden: Tensor  # W (m, d), float32
+    bias: Tensor  # b (m,)
+    output: Tensor  # A (K, m), divided by `divisor`
+    activation: Callable[[Tensor], Tensor]  # σ, element-wise
     config: HeadConfig
-    grad_hidden: Tensor
-    """∂L/∂W (m, d), zero where a defense removed an entry."""
-    grad_bias: Tensor
-    """∂L/∂b (m,)."""
-    grad_output: Tensor
-    """∂L/∂A (K, m), multiplied by `divisor`."""
+    grad_hidden: Tensor  # ∂L/∂W (m, d), zero where a defense removed an entry
+    grad_bias: Tensor  # ∂L/∂b (m,)
+    grad_output: Tensor  # ∂L/∂A (K, m), multiplied by `divisor`
     num_images: int
-    pruned: bool
-    """Whether the declared defenses set entries to zero."""
+    pruned: bool  # whether the declared defenses set entries to zero
     smallest_removed: bool
     """Whether removed entries, if any, are smaller in magnitude than all left of their tensor."""
     noisy: bool
-    exact: bool
-    """Whether the declared defenses leave the row space of ∂L/∂W as it is."""
-    clipped: bool
-    """Whether the client may have scaled its update by a factor of its own."""
-    dropout: bool
-    """Whether each image met other neurons, which no formula above allows for."""
-    steps: int
-    """Local steps E on the same batch; 1 if each had images of its own."""
-    first_share: float
-    """Share of the first step in the mean gradient."""
-    divisor: float
-    """m, if the head divides by it; else 1."""
-    basis: Tensor | None = None
-    """(n, d), if features here are coordinates in it."""
+    exact: bool  # whether the declared defenses leave the row space of ∂L/∂W as it is
+    clipped: bool  # whether the client may have scaled its update by a factor of its own
+    dropout: bool  # whether each image met other neurons, which no formula above allows for
+    steps: int  # local steps E on the same batch; 1 if each had images of its own
+    first_share: float  # share of the first step in the mean gradient
+    divisor: float  # m, if the head divides by it; else 1
+    basis: Tensor | None = None  # (n, d), if features here are coordinates in it
 
     @staticmethod
     def read(observation: Observation) -> HeadGradient:
@@ -263,14 +248,10 @@ _WEAKEST = 1e-4  # least curvature that is told apart, in units of the largest
 class Value(NamedTuple):
     """Holds the value of an `Objective` at some features (n, d)."""
 
-    loss: Tensor
-    """Share of ∂L/∂A's energy that is left unexplained (0-d)."""
-    slope: Tensor
-    """Gradient of `loss` in the features (n, d)."""
-    errors: Tensor
-    """Error signals D (K, n) that explain most at these features."""
-    residual: Tensor
-    """Part of ∂L/∂A (K, m) that is left unexplained."""
+    loss: Tensor  # share of ∂L/∂A's energy that is left unexplained (0-d)
+    slope: Tensor  # gradient of `loss` in the features (n, d)
+    errors: Tensor  # error signals D (K, n) that explain most at these features
+    residual: Tensor  # part of ∂L/∂A (K, m) that is left unexplained
 
 
 @final

@@ -49,10 +49,8 @@ from fedsim_attacks.images_from_features._heads import Signals
 class Part(NamedTuple):
     """Some of a body's layers."""
 
-    function: Callable[[Tensor], Tensor]
-    """Function from inputs (N, ...) to outputs (N, ...)."""
-    parameters: list[tuple[str, Tensor]]
-    """Parameters with their names in the observation."""
+    function: Callable[[Tensor], Tensor]  # function from inputs (N, ...) to outputs (N, ...)
+    parameters: list[tuple[str, Tensor]]  # parameters with their names in the observation
 
 
 @final
@@ -229,8 +227,7 @@ class Misfit(NamedTuple):
     """|u - t|² / |t|² of both updates (0-d); 1 - cosine where directions are compared."""
     features: Tensor
     """Mean of |x_i - f_i|² / |f_i|² (0-d), of features x_i of candidates and known ones f_i."""
-    weight: float
-    """Weight of `features` in the loss."""
+    weight: float  # weight of `features` in the loss
     slope: Tensor
     """Gradient of what is descended in the candidates, images (N, C, H, W) or inputs."""
     target_changed: bool = False
@@ -238,21 +235,16 @@ class Misfit(NamedTuple):
 
     @property
     def loss(self) -> Tensor:
-        """Both distances together (0-d), with features weighted."""
         return self.update + self.weight * self.features
 
 
 class StageTarget(NamedTuple):
     """Outputs of a part of the body and their error signals, as far as they are known."""
 
-    outputs: Tensor
-    """(N, ...), up to a factor for each image if `unscaled`."""
-    errors: Tensor
-    """Their error signals (N, ...), then up to one over that factor."""
-    scale: Tensor
-    """Factor (0-d) that the client's defense has applied to its update."""
-    unscaled: bool = False
-    """Whether norm layers have left the outputs without a scale."""
+    outputs: Tensor  # (N, ...), up to a factor for each image if `unscaled`
+    errors: Tensor  # their error signals (N, ...), then up to one over that factor
+    scale: Tensor  # factor (0-d) that the client's defense has applied to its update
+    unscaled: bool = False  # whether norm layers have left the outputs without a scale
 
 
 @final
@@ -317,7 +309,6 @@ class PartGradient:
         return cls(body, whole, target, weight=weight, calls=calls, later=later)
 
     def __call__(self, inputs: Tensor) -> Misfit:
-        """Evaluates the misfit at `inputs` (N, ...)."""
         corrected = self._later is not None and self._later.correct([self._update], inputs)
         update, outputs, slope = self._slopes(inputs.detach())
         return Misfit(update, outputs, self._weight, slope, target_changed=corrected)

@@ -92,17 +92,13 @@ def recover(
 ) -> Reconstruction:
     """Recovers a batch's features (N, d) and, by some attacks, its labels.
 
+    `features_by` of the answer names the attack. AttackFailed if not all images' features are told.
+
     Args:
         observation: The batch's update.
         knowledge: What the attack that recovers features is granted.
         seed: Seed of that attack.
         source: A `resolved` source that names the attack, or `suited`: what suits the head.
-
-    Returns:
-        The attack's answer, with its name in `features_by`.
-
-    Raises:
-        AttackFailed: the update does not tell the features of all images, with the reason.
     """
     if source != SUITED:
         return _ask(source, observation, knowledge, seed)
@@ -173,10 +169,7 @@ def relative_noise_variance(observation: Observation, head: Head) -> float:
 
 
 def noise_share(observation: Observation, head: Head, names: Collection[str] = ()) -> float:
-    """Estimates the share of |update|² that is noise, in the body's tensors `names`.
-
-    Without names it is that of the whole body.
-    """
+    """Estimates the share of |update|² that is noise, in the body's tensors `names` or in all."""
     body = {name: t for name, t in observation.update.items() if name.startswith("body.")}
     part = [body[name] for name in names or body]
     energy, whole = (
@@ -189,12 +182,9 @@ def noise_share(observation: Observation, head: Head, names: Collection[str] = (
 class Signals(NamedTuple):
     """Features of images, and what these tell: labels, error signals and clipping."""
 
-    features: Tensor
-    """(N, d)."""
-    labels: Tensor
-    """(N,) int64."""
-    errors: Tensor
-    """e_i (N, d): the derivative of the mean loss in the features."""
+    features: Tensor  # (N, d)
+    labels: Tensor  # (N,) int64
+    errors: Tensor  # e_i (N, d): the derivative of the mean loss in the features
     scale: Tensor
     """Factor (0-d) that the client's defense has applied to its update; 1 unless it clips."""
 
@@ -216,7 +206,6 @@ def signals(observation: Observation, features: Tensor, labels: Tensor | None = 
 def _planted_signals(
     model: Classifier, head: HeadGradient, features: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derives labels, error signals and the scale behind a two-layer head."""
     with torch.no_grad():
         observed = Objective(head)(features).errors
         labels = labels_of(head, features, observed)
@@ -318,10 +307,7 @@ def doubts(head: Head, features: Tensor) -> Tensor:
 
 
 def refit_features(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
-    """Fits the gradient from `features` (N, d); returns `other` (N, d) if that explains more.
-
-    Returns None where `features` explain the gradient up to its noise.
-    """
+    """Refits `features` (N, d), or returns `other` if that explains more; None if explained."""
     found = _fit(head, features.cpu(), other.cpu())
     return None if found is None else found.to(features.device)
 

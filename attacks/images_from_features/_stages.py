@@ -49,8 +49,6 @@ _Visit = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _StageCall:
-    """One call of a module."""
-
     after: int  # number of calls that have begun once this one has ended
     answer: Any = None
     version: int | None = None  # version counter of the answer; None if it is no map of numbers
@@ -322,10 +320,7 @@ class StagePeeling:
         return losses[-1]
 
     def images(self, *, weight: float, calls: int) -> PartGradient:
-        """Returns the problem of the first stage, the images, once all others are peeled.
-
-        Outputs count with `weight`; `calls` is the number of evaluations to come.
-        """
+        """Returns the first stage's problem once others are peeled; outputs count by `weight`."""
         self._staged.narrow(0)
         return self._problem(self._staged.stages[0], weight, calls)
 
@@ -506,7 +501,6 @@ class Relaxation:
 
 
 def _distance(outputs_made: Tensor, outputs: Tensor) -> Tensor:
-    """Computes the mean of the images' relative squared distances (0-d)."""
     outputs_made, outputs = outputs_made.flatten(1), outputs.flatten(1)
     least = torch.finfo(outputs_made.dtype).tiny
     return (

@@ -5,13 +5,10 @@ image are known, and what is left is `_body_gradient`: a least-squares problem i
 descended with the slopes of ReLU and max pooling smoothed (`smooth`), without which every
 linear piece of the network has a local minimum, and over images of several resolutions (`Pyramid`).
 
-What else an update asks for comes before or in place of that, in phases. Of exact features and one
-gradient of a shallow body there is one: behind a planted head the body's share of the update is
-compared, behind an ordinary classifier the directions of all its tensors. A deep body is peeled
+What else an update asks for comes before or in place of that, in phases. A deep body is peeled
 first (`StagePeeling`), its images are then descended through the first stage alone, and in the end
 together with all that was peeled (`Relaxation`); behind much noise that is done from the beginning.
 Where features may be wrong, images lead to them first (`refit_features`), in two goes if need be.
-Several local steps are taken for one gradient, and in the end, if the body is not deep, unrolled.
 """
 
 from __future__ import annotations
@@ -179,7 +176,6 @@ class _Phases:
 
     @property
     def stages(self) -> int:
-        """Number of stages that the body was cut into."""
         return len(self._staged.stages)
 
     def over(self, iteration: int) -> bool:
@@ -298,10 +294,7 @@ class _Phases:
         )
 
     def _told_columns(self, features: Tensor) -> Tensor | float:
-        """Returns 1 for `features` (N, d) that the head's gradient tells, (d,), and 0 for others.
-
-        It is 1 for all where the head tells them all.
-        """
+        """Returns (d,): 1 for `features` that the head's gradient tells, else 0; or 1 for all."""
         left = remove_truncated(self._compared)
         # What is removed by its size is small, which says as much of the feature.
         if left.effect.removed != "others" or left.effect.noisy:
@@ -424,8 +417,6 @@ _FINAL = 0.005  # step size at the end, over that of the beginning
 
 @dataclass(kw_only=True)
 class _FactoredInversionState(SearchState):
-    """The candidate images and what they are compared with."""
-
     recovered: Reconstruction | None  # features as the head told them; None if it did not
     phases: _Phases  # the phases of the descent
     matching: Matching  # the observed update, for the range and the pixels of images
@@ -434,7 +425,6 @@ class _FactoredInversionState(SearchState):
 
     @property
     def phase(self) -> _Phase:
-        """The present phase."""
         return self.phases.present
 
     @property

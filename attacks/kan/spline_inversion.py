@@ -52,8 +52,7 @@ class _SplineGradient:
 
     tensor: Tensor
     """(m, d, K) float64: Σ_n δ_in b_k(u_nj), for m hidden units and d entries of an image."""
-    noise: float
-    """Standard deviation of the noise in each entry of `tensor`, at least rounding."""
+    noise: float  # standard deviation of the noise in each entry of `tensor`, at least rounding
     degree: int
     intervals: int
     model: Classifier
@@ -183,10 +182,8 @@ _FAINTEST = 1e-12  # least prior variance of error signals, over that of the noi
 class _SplinePixels:
     """Map between d pixels of an image and splines' points u = tanh((pixel - center) / scale)."""
 
-    center: Tensor
-    """(d,): mean of the public normalization at each entry."""
-    scale: Tensor
-    """(d,): standard deviation of the public normalization at each entry."""
+    center: Tensor  # (d,): mean of the public normalization at each entry
+    scale: Tensor  # (d,): standard deviation of the public normalization at each entry
 
     @staticmethod
     def read(spec: ModelSpec, like: Tensor) -> _SplinePixels:

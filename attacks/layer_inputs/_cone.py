@@ -26,8 +26,7 @@ from fedsim_attacks.layer_inputs._layers import Signal
 
 _ESSENTIAL = 0.99  # leverage from which a zero does not follow from the others
 _NARROWER, _LAST = 0.3, 6  # factor by which the weights' width shrinks, and iterations at its least
-_ZERO = 4.0
-"""Distance from 0, in standard deviations of its error, up to which an entry may be 0."""
+_ZERO = 4.0  # distance from 0, in standard deviations of its error, up to which an entry may be 0
 
 
 def sharpen(
@@ -86,12 +85,9 @@ SignalOf = Callable[[Tensor, float], Signal | None]
 class Rays:
     """Holds inputs as combinations of the rows of a row space."""
 
-    combinations: Tensor
-    """(k, r), of unit length."""
-    spread: Tensor
-    """(k,): root of the summed variances by noise of an input's entries."""
-    tried: int
-    """Linear programs that were solved."""
+    combinations: Tensor  # (k, r), of unit length
+    spread: Tensor  # (k,): root of the summed variances by noise of an input's entries
+    tried: int  # linear programs that were solved
 
 
 def find_rays(
@@ -152,14 +148,10 @@ def find_rays(
 
 @dataclass(frozen=True)
 class _Ray:
-    combination: Tensor
-    """(r,), of unit length."""
-    values: Tensor
-    """(n,): the input that it is."""
-    error: float
-    """Root of the summed variances of all values, over their norm."""
-    signal: Signal | None = None
-    """Error signal of its image; None if nothing tells it."""
+    combination: Tensor  # (r,), of unit length
+    values: Tensor  # (n,): the input that it is
+    error: float  # root of the summed variances of all values, over their norm
+    signal: Signal | None = None  # error signal of its image; None if nothing tells it
 
     @property
     def bound(self) -> Tensor | None:
@@ -177,10 +169,8 @@ class _Ray:
 class _Search:
     """Linear programs over the points of a cone whose entries sum to 1."""
 
-    cone: Tensor
-    """(r, e): entries whose combinations must not be negative."""
-    rows: Tensor
-    """(r, n), by whose lengths variables are scaled."""
+    cone: Tensor  # (r, e): entries whose combinations must not be negative
+    rows: Tensor  # (r, n), by whose lengths variables are scaled
     deviation: float
     aims: int = 0
     programs: int = 0

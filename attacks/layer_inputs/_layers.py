@@ -42,26 +42,18 @@ class Layer:
     """Holds a linear layer, or a convolution to a single pixel, and its gradient in float64."""
 
     name: str
-    weights: Tensor
-    """(m, n): m outputs of n inputs."""
-    bias: Tensor | None
-    """(m,); None if the layer has none."""
-    gradient: Tensor
-    """(m, n), of the mean loss in `weights`; (m, n + 1) with that in the bias."""
-    pixels: bool
-    """Whether its input is the normalized image itself."""
-    nonnegative: bool
-    """Whether its input is what ReLU has left: never negative, and often 0."""
-    rectified: bool
-    """Whether ReLU alone follows it."""
+    weights: Tensor  # (m, n): m outputs of n inputs
+    bias: Tensor | None  # (m,); None if the layer has none
+    gradient: Tensor  # (m, n), of the mean loss in `weights`; (m, n + 1) with that in the bias
+    pixels: bool  # whether its input is the normalized image itself
+    nonnegative: bool  # whether its input is what ReLU has left: never negative, and often 0
+    rectified: bool  # whether ReLU alone follows it
     fed_by: str | None
     """Name of the layer whose rectified output its input is; None if there is none."""
-    length: float
-    """Root mean square of its inputs' norms on images of noise."""
+    length: float  # root mean square of its inputs' norms on images of noise
     features: Callable[[Tensor], Tensor] | None
     """Map from inputs (N, n) to features (N, d); None if those depend on more than that."""
-    scale_free: bool
-    """Whether features do not depend on the scale of its input."""
+    scale_free: bool  # whether features do not depend on the scale of its input
 
 
 def trace_layers(observation: Observation) -> list[Layer]:
@@ -130,8 +122,7 @@ def trace_layers(observation: Observation) -> list[Layer]:
     return found
 
 
-_Place = tuple[int, int]
-"""Address and number of a tensor's values: the same for views of it."""
+_Place = tuple[int, int]  # address and number of a tensor's values: the same for views of it
 
 
 @dataclass
@@ -148,8 +139,7 @@ class _Tail:
 
     model: Classifier
     module: nn.Module
-    images: Tensor
-    """Any images: nothing of them reaches the features."""
+    images: Tensor  # any images: nothing of them reaches the features
 
     def __call__(self, inputs: Tensor) -> Tensor:
 
@@ -259,16 +249,11 @@ class Signal:
 class RowSpace:
     """Holds the strongest singular directions of a gradient, at their lengths."""
 
-    rows: Tensor
-    """(r, n), or (r, n + 1) with a bias, orthogonal."""
-    columns: Tensor
-    """(m, r), orthogonal. The gradient is columns @ diag(1 / lengths) @ rows."""
-    lengths: Tensor
-    """(r,): singular values, descending."""
-    deviation: float
-    """Standard deviation of the error of an entry of either: rounding, or noise."""
-    separate: bool
-    """Whether there is a direction for each image."""
+    rows: Tensor  # (r, n), or (r, n + 1) with a bias, orthogonal
+    columns: Tensor  # (m, r), orthogonal. The gradient is columns @ diag(1 / lengths) @ rows.
+    lengths: Tensor  # (r,): singular values, descending
+    deviation: float  # standard deviation of the error of an entry of either: rounding, or noise
+    separate: bool  # whether there is a direction for each image
 
     @staticmethod
     def decompose(layer: Layer, count: int) -> RowSpace:
@@ -321,7 +306,6 @@ class RowSpace:
 
     @property
     def rank(self) -> int:
-        """Number r of directions."""
         return len(self.rows)
 
 
@@ -338,10 +322,8 @@ class Inputs:
     """Holds inputs of a layer, one for each image that was found."""
 
     layer: Layer
-    values: Tensor
-    """(k, n): the n entries of each input, with their true norms."""
-    errors: Tensor
-    """(k,): root of the summed variances of an input's entries, over its norm."""
+    values: Tensor  # (k, n): the n entries of each input, with their true norms
+    errors: Tensor  # (k,): root of the summed variances of an input's entries, over its norm
     separate: bool
     """Whether the gradient has a direction for each image: else any found may be a mixture."""
 

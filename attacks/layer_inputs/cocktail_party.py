@@ -33,7 +33,6 @@ class _Unmixing(AttackState):
     def __init__(
         self, observation: Observation, layer: Layer, step_size: float, rng: torch.Generator
     ) -> None:
-        """Whitens the gradient of `layer`, and draws a random unmixing matrix."""
         super().__init__(loss=torch.full((), torch.inf))
         self.observation, self.layer, self.rng = observation, layer, rng
         self.space = RowSpace.decompose(layer, observation.num_images)

@@ -17,8 +17,7 @@ from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Tensors
 
 _AT_ONCE = 256
-_SHADOW_ENTRIES = 1 << 25
-"""Maximum number of weights that are trained at once."""
+_SHADOW_ENTRIES = 1 << 25  # maximum number of weights that are trained at once
 
 
 def require_candidates(knowledge: Knowledge) -> MembershipCandidates:
@@ -68,10 +67,7 @@ AskedExamples = tuple[Tensor, Tensor]
 
 
 def log_odds(seen: Observation, weights: Tensors, asked: AskedExamples) -> Tensor:
-    """Returns log(p / (1 - p)) (N,) float64, with p the probability of each example's label.
-
-    The model is that of `seen` with these `weights`, by name. Buffers are those of `seen`.
-    """
+    """Returns log(p / (1 - p)) (N,) float64, p being the label's probability under `weights`."""
     model, state = rebuild(seen).eval(), {**seen.buffers, **weights}
     found = []
     with torch.no_grad():
@@ -96,8 +92,7 @@ def losses(seen: Observation, weights: Tensors, asked: AskedExamples) -> Tensor:
     return F.softplus(-log_odds(seen, weights, asked))
 
 
-_LARGEST_EXACT = 1 << 18
-"""Number of parameters up to which gradients are compared entry by entry."""
+_LARGEST_EXACT = 1 << 18  # number of parameters up to which gradients are compared entry by entry
 _SKETCHED = 1 << 17
 """Longer gradients are compared by so many sums of their entries with random signs."""
 _GRADIENT_ENTRIES = 1 << 26

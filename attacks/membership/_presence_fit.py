@@ -28,24 +28,18 @@ class _GaussianFit:
     scores: Tensor
     """(n,) score test of a_i > m_i: g_i' C_i^-1 x / (g_i' C_i^-1 g_i)^(1/2), or 0 where g_i is 0,
     of x = v - Σ m_j g_j and the covariance C_i of v without the term of i."""
-    precisions: Tensor
-    """(n,) g_i' C_i^-1 g_i, the inverse variance of an estimate of a_i."""
-    log_likelihood: float
-    """Log-likelihood of v, up to a constant that depends on P alone."""
+    precisions: Tensor  # (n,) g_i' C_i^-1 g_i, the inverse variance of an estimate of a_i
+    log_likelihood: float  # log-likelihood of v, up to a constant that depends on P alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class _InnerProducts:
     """Holds what the model needs to know of the gradients and of the vector."""
 
-    gram: Tensor
-    """(n, n) float64: A, the inner products g_i' g_j of the gradients."""
-    inner: Tensor
-    """(n,) float64: b, the inner products g_i' v of the gradients and the vector."""
-    energy: float
-    """|v|²."""
-    entries: int
-    """P, the number of entries that are compared."""
+    gram: Tensor  # (n, n) float64: A, the inner products g_i' g_j of the gradients
+    inner: Tensor  # (n,) float64: b, the inner products g_i' v of the gradients and the vector
+    energy: float  # |v|²
+    entries: int  # P, the number of entries that are compared
 
     def fit(self, mean: Tensor, variance: Tensor, noise: float, *, scored: bool) -> _GaussianFit:
         """Fits a_i of prior `mean`, `variance` > 0 (n,) and `noise` s > 0; scores if `scored`."""
@@ -79,8 +73,7 @@ class _InnerProducts:
 
 _DRIFTS = (0.02, 0.1, 0.4)
 """Energy of what the weights moved, over that of the gradients' sum, that is tried."""
-_ROUNDING = 1e-6
-"""The same where an update is a single gradient: float32 rounds it."""
+_ROUNDING = 1e-6  # the same where an update is a single gradient: float32 rounds it
 _OTHERS = (0.0, 1.0, 8.0)
 """Numbers of members that are not asked about, over that of members among those, that are tried."""
 
@@ -93,20 +86,15 @@ class PresenceFit:
     """(n,) score test of the example's part in the sum; about unit spread without a part."""
     evidence: Tensor
     """(n,) log-likelihood ratio of the example being part of the sum, over its absence."""
-    loss: float
-    """Mean negative log-likelihood of an entry of the update."""
+    loss: float  # mean negative log-likelihood of an entry of the update
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    mean: Tensor
-    """(N,) means over presence, too."""
-    spread: Tensor
-    """(N,) variances over presence, too."""
-    member: float
-    """Mean of the coefficient of a member."""
-    member_spread: float
-    """Variance of the coefficient of a member."""
+    mean: Tensor  # (N,) means over presence, too
+    spread: Tensor  # (N,) variances over presence, too
+    member: float  # mean of the coefficient of a member
+    member_spread: float  # variance of the coefficient of a member
 
 
 def append_public(asked: AskedExamples, known: Knowledge, most: int) -> AskedExamples:

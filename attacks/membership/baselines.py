@@ -24,8 +24,7 @@ from fedsim_attacks.membership._measures import (
     weights_after,
 )
 
-_FLOOR = 1e-8
-"""Least variance of a null, as in the published code of FedMIA."""
+_FLOOR = 1e-8  # least variance of a null, as in the published code of FedMIA
 
 
 @final

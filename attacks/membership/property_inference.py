@@ -170,14 +170,10 @@ def _participation(rounds: list[Observation]) -> tuple[Tensor, list[int]]:
 class _Estimate:
     """Holds shares that were read from one update, and how well such are read from shadows."""
 
-    shares: Tensor
-    """(E,) shares by ridge regression, which draws them towards the shadows' mean."""
-    unbiased: Tensor
-    """(E,) the same with that undone, which makes them noisier."""
-    variance: float
-    """Mean variance of the latter."""
-    lost: float
-    """Mean error of the former on shadows that are left out."""
+    shares: Tensor  # (E,) shares by ridge regression, which draws them towards the shadows' mean
+    unbiased: Tensor  # (E,) the same with that undone, which makes them noisier
+    variance: float  # mean variance of the latter
+    lost: float  # mean error of the former on shadows that are left out
 
 
 def _of_update(seen: Observation, public: _Public, shadows: int, rng: torch.Generator) -> _Estimate:

@@ -6,11 +6,6 @@ by the first attention's weights, where that attention gets them as they are: wi
 it or a sum around it. The patch embedding's own gradient has the same signals and the pixels
 themselves, and needs no attention: so any blocks may follow. That a layer's gradient is linear in
 its inputs once its signals are known is how Zhu and Blaschko (R-GAP, ICLR 2021) solve convolutions.
-
-Nothing is known of the model but its code, which is run. A layer that embeds patches is one whose
-inputs are pixels of the image, each at one place: an image whose pixels are their own numbers shows
-which. The position embedding is the parameter whose gradient, of any image, is that of the layer's
-outputs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Declares the scenario, which a user writes, as frozen pydantic models without unknown keys.
-
-Plugins (attack, defense, model, data source) are written as `{name: ..., parameter: value, ...}`
-or, without parameters, as just the name; their parameters are validated by the plugin's own class.
-"""
+"""Declares the scenario, which a user writes, as frozen pydantic models without unknown keys."""
 
 from __future__ import annotations
 

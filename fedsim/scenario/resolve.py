@@ -66,7 +66,6 @@ def as_document(written: Document | Mapping[str, Any] | Scenario) -> Document:
 
 
 def _as_written(scenario: Scenario) -> dict[str, Any]:
-    """Returns the scenario as plain values in the form of the YAML file."""
     plain = scenario.model_dump(mode="json")
     for slot in list(plugin_slots(plain)):
         entry = dict(slot.value)
@@ -201,7 +200,6 @@ class _Resolver:
         place: KeyPath,
         reserved: tuple[str, ...],
     ) -> dict[str, Any]:
-        """Returns the validated parameters of a plugin; empty if they are wrong."""
         keys_at = known_keys(cls)
         try:
             plugin: Plugin = _validate(_adapter(cls), written)
