@@ -183,7 +183,7 @@ class ClientTap(DXOFilter):  # type: ignore[misc]
             self._watch.close()
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> None:
-        """Records the answer `dxo`; None: send it as it is. Failures to write are logged."""
+        """Records the answer `dxo`, which is sent as it is (None). Failures to write are logged."""
         filters = _list_filters(fl_ctx, dxo.data_kind)
         client = fl_ctx.get_identity_name()
         # Taken once: an answer without training must not get the steps of an earlier task.

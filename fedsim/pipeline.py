@@ -63,7 +63,7 @@ def run(
             GPU). Results do not depend on it.
         log: Tools with a local store that figures and pictures are copied to at the end, such as
             `mlflow` or `tensorboard=DIR`. A copy that fails is a warning on the standard error.
-        quiet: Whether to show neither progress nor cautions on the scenario.
+        quiet: Whether to show neither progress nor warnings on scenario and data.
         link: Way to the SuperLink, for an engine whose nodes are elsewhere; None for all others.
 
     Raises:

@@ -79,7 +79,7 @@ def finish(
             default it does nothing.
 
     Raises:
-        FedsimError: results.jsonl is damaged.
+        FedsimError: results.jsonl or a reconstruction is damaged.
     """
     path = folder / "results.jsonl"
     # A resumed run may have written a row twice: the last one of a key counts.

@@ -120,7 +120,7 @@ def plant_neurons(model: Classifier, parameters: Tensors, seed: int) -> dict[str
     """Returns all `parameters`, by the model's names, with the server's neurons planted by `seed`.
 
     Layers with such neurons are copies, on the CPU; `model` and the tensors given stay as they are.
-    If these do not fit the model's planted layers, a RuntimeError says so.
+    Tensors that do not fit the model's planted layers are a RuntimeError.
     """
     values = dict(parameters)
     with rng.global_stream(seed):

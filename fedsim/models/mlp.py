@@ -25,7 +25,7 @@ class MLP(ModelPlugin):
     activation: Activation = "relu"
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> Classifier:
-        """Builds the network, with hidden[-1] features, for any (C, H, W) and for rows (D,)."""
+        """Builds the network of (C, H, W) or (D,): hidden[-1] features, or all entries if empty."""
         layers: list[nn.Module] = [nn.Flatten()]
         size = math.prod(input_shape)
         for neurons in self.hidden:

@@ -171,7 +171,8 @@ class Recorder:
     def save_broadcast(self, round: int, arrays: Arrays) -> str | None:
         """Writes the tensors sent in `round`, once, and returns their digest.
 
-        It is None without room, which is counted as left out. Errors are those of `save_reply`.
+        It is None without room, which is counted as left out. A FedsimError and an OSError are as
+        in `save_reply`.
         """
         content = _serialize(arrays)
         digest = xxhash.xxh3_128_hexdigest(content)
@@ -247,7 +248,7 @@ class Recorder:
     def leave_out(self, reason: str) -> bool:
         """Counts in tap.json a message that is not recorded; returns whether `reason` is new.
 
-        Reasons beyond 100 are counted as one, `other reasons`.
+        Reasons beyond 100 are counted as one, `other reasons`. A failure to write is ignored.
         """
         if reason not in self._left_out and len(self._left_out) >= _REASONS:
             reason = _OTHER
@@ -425,7 +426,7 @@ class DeployedPart(BaseModel):
     """Setting -> `plain_value`, or up to 200 texts of 200 characters; others are left out."""
 
     def number(self, key: str) -> float | None:
-        """Returns `key` as a finite number, or None; an int over 1e308 is an OverflowError."""
+        """Returns setting `key` as a finite number, or None; an int over 1.7e308: OverflowError."""
         value = self.settings.get(key)
         # To Python a truth value is an integer.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -277,7 +277,7 @@ def root_of(recording: Path) -> Path | None:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Writes a safetensors file whole or not at all, for its owner alone; returns its SHA-256."""
+    """Writes a safetensors file as `write_bytes` does, for its owner alone; returns its SHA-256."""
     content = serialize(tensors)
     write_bytes(path, content, private=True)
     return hashlib.sha256(content).hexdigest()

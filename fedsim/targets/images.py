@@ -216,7 +216,10 @@ class Images(Target):
         return TargetScores(values=values, assignment=assignment, missing=missing, notes=notes)
 
     def guess(self, request: GuessRequest, aids: Aids) -> TargetGuess | None:
-        """Returns the scored guess; None without public or true images, or beside labels alone."""
+        """Returns the scored guess; None without public or true images.
+
+        So it is if the attack answered neither images nor features.
+        """
         guess = guessed_batch(request, aids)
         unseen = self.truth_of(request.truth) is None
         if guess is None or unseen or answers_labels_alone(request.found):
@@ -231,7 +234,7 @@ class Images(Target):
         )
 
     def measure_chances(self, request: GuessRequest, aids: Aids) -> Mapping[str, GuessChances]:
-        """Returns {`psnr`: chances of a public image at each level}; empty without, or for rows."""
+        """Returns {`psnr`: chances of public images by level}; empty without these or true ones."""
         guesser, true = aid_of(aids).guesser, self.truth_of(request.truth)
         if not isinstance(guesser, Guesser) or true is None:
             return {}

@@ -216,7 +216,7 @@ class Membership(Target):
     def read_saved(self, tensors: Tensors) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Returns (scores (N,) or None, {key: who took part, (N,) bool}) from saved `tensors`.
 
-        The key is `candidate_members`, or `members` of a table's rows.
+        The key is `candidate_members`, or `members` of a table's rows; without either, {} is left.
         """
         if CANDIDATE_MEMBERS not in tensors:
             return super().read_saved(tensors)
