@@ -103,6 +103,19 @@ def test_rows_state_the_threat_model_and_the_claim(finished: Run) -> None:
         assert row["utility"]["test_accuracy"] is not None
 
 
+def test_a_blind_and_a_knowing_attack_start_at_the_same_images(tmp_path: Path) -> None:
+    """Where there is nothing to know their answers are the same, and differences are knowledge."""
+    attacks = [
+        {"name": "idlg", "label": "blind", "iterations": 2, "blind": True},
+        {"name": "idlg", "label": "knowing", "iterations": 2},
+    ]
+    scenario = {**SCENARIO, "defenses": {"none": []}, "attacks": attacks}
+    scenario["observe"] = {"rounds": [1], "clients": [1], "batch_sizes": [1], "trials": 1}
+    with attacks_here():
+        blind, knowing = fedsim.run(scenario, out=tmp_path / "out", workers=1).rows()
+    assert blind["metrics"] == knowing["metrics"]
+
+
 def test_what_a_run_leaves_behind(finished: Run) -> None:
     out = finished.out
     for name in ("scenario.yaml", "record.json", "rounds.jsonl", "results.jsonl", "report.html"):

@@ -169,12 +169,16 @@ def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
     return root / "reconstructions" / stack / label / f"{rest}.safetensors"
 
 
-def seed_of(observation: Observation, label: str) -> int:
-    """Returns the seed of attack `label` on a client's batch, the same under all defenses."""
+def seed_of(observation: Observation, attack: str) -> int:
+    """Returns the seed of the attack of that name on a client's batch.
+
+    It is the same under all defenses and whatever the attack knows: another start alone makes
+    decibels.
+    """
     training = observation.training
     # No name of a stack is among these, so that all are attacked from the same starting points.
     victim = (observation.round, observation.client, training.batch_size, observation.trial)
-    return rng.derive(observation.seed, "attack", label, *victim)
+    return rng.derive(observation.seed, "attack", attack, *victim)
 
 
 def hide_defenses(observation: Observation) -> Observation:
@@ -233,7 +237,7 @@ def score_answer(
     )
     return Result(
         observation=without_tensors(observation),
-        seed=seed_of(observation, job.label),
+        seed=seed_of(observation, job.attack),
         status="failed" if reason else "ok",
         reason=reason,
         metrics=metrics,

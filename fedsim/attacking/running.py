@@ -233,7 +233,7 @@ class _AskedJob:
             observation,
             truth,
             setting.granted,
-            seed_of(observation, job.label),
+            seed_of(observation, job.attack),
             public=public,
             restarts=job.restarts,
             seen=seen,

@@ -267,7 +267,7 @@ intervals of two values
 a restart picked by PSNR
     fedsim/attacking/running.py:_AskedJob.__init__ [validity/test_road]
     self._left = questions(...) =>
-    first = seed_of(observation, job.label)
+    first = seed_of(observation, job.attack)
     from fedsim.attacking.knowledge import question
     from fedsim import scoring
     tries = {first + k: question(attack, observation, truth, setting.granted, first + k) for k in
