@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from pydantic import Field, field_validator
 from torch import Tensor
 
+from fedsim.contracts.attack import remove_truncated
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack, SearchState
@@ -89,6 +90,7 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
     batch-norm term is used if the threat model grants statistics.
     """
 
+    reads_truncated: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Liu et al., Data Reconstruction Attacks and Defenses: A Systematic Evaluation, section 4"
     )
@@ -167,7 +169,8 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
         """Recovers features, or fails as they do; draws pixels or weights. See `Attack.init`."""
         # Recovery gets a seed, so that what it draws does not change where drawing starts.
         seed = int(torch.randint(2**31, (), generator=rng))
-        told = self._recover(observation, knowledge, seed)
+        seen, observation = observation, remove_truncated(observation)
+        told = self._recover(observation, seen, knowledge, seed)
         matching = Matching(
             observation, calls=self.iterations, width=self.jump_width, tensors=self.tensors
         )
@@ -275,10 +278,15 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
         weights = [1.0] * len(counts) if self.cosines == "sum" else counts
         return reweighted_cosine(weights, summed=self.cosines != "weighted_mean")
 
-    def _recover(self, observation: Observation, knowledge: Knowledge, seed: int) -> _Told:
-        """Recovers features as far as wanted, and orders labels as they are."""
+    def _recover(
+        self, observation: Observation, seen: Observation, knowledge: Knowledge, seed: int
+    ) -> _Told:
+        """Recovers features as far as wanted, and orders labels as they are.
+
+        The update as it was `seen` has the signs of truncated entries, which may say labels.
+        """
         if self.features_from == "none":
-            return _Told(None, _granted(observation, knowledge), 1.0, False)
+            return _Told(None, _granted(seen, knowledge), 1.0, False)
         recovered = recover(observation, knowledge, seed, self.features_from)
         features = recovered.features
         assert features is not None
@@ -288,11 +296,13 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
         trust = _DOUBT / (_DOUBT + doubt) if self.doubted else torch.ones_like(doubt)
         sure = bool((doubt <= _DOUBT).all())
         if self.required().features == knowledge.grant.labels == "known":
-            labels = _granted(observation, knowledge)  # features are in the order of the truth
+            labels = _granted(seen, knowledge)  # features are in the order of the truth
+        elif seen.effect.truncated is not None and seen.num_images == 1:
+            labels = _granted(seen, knowledge)
         elif sure or not isinstance(head, HeadGradient):
             labels = signals(observation, features).labels
         else:
-            labels = _ordered(_granted(observation, knowledge), head, features)
+            labels = _ordered(_granted(seen, knowledge), head, features)
         return _Told(recovered, labels, trust, sure)
 
 

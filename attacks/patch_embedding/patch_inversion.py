@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim import rng
-from fedsim.contracts.attack import AttackFailed
+from fedsim.contracts.attack import AttackFailed, remove_truncated
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import Classifier, denormalize, normalize
 from fedsim.models.victim import rebuild
@@ -221,6 +221,7 @@ class PatchInversion(DirectAttack):
     uncertain.
     """
 
+    reads_truncated: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "fedsim: ∂L/∂E = Σ_p (∂L/∂u_p) x_p', after Lu et al., APRIL, CVPR 2022 (signals by the "
         "position embedding u), and Zhu and Blaschko, R-GAP, ICLR 2021 (inputs by a gradient)"
@@ -244,6 +245,8 @@ class PatchInversion(DirectAttack):
                 "a defense mixes entries, and the patch embedding's gradient is no longer the sum "
                 "of its patches"
             )
+        # Signs of truncated entries say the label, and nothing else of them is used.
+        seen, observation = observation, remove_truncated(observation)
         victim = rebuild(observation)
         layer = _find_patch_layer(victim, observation)
         gradient = observation.update[layer.weight].double().flatten(1)
@@ -269,7 +272,7 @@ class PatchInversion(DirectAttack):
         certain = whole and error <= _DETERMINED and observation.training.sums_gradients
         return Reconstruction(
             images=denormalize(image.view(mean.shape), model).clamp(0, 1).float(),
-            labels=infer_labels(observation) if ends else None,
+            labels=infer_labels(seen) if ends else None,
             determined=torch.tensor([certain], device=gradient.device),
             loss=patches.unexplained,
             iterations=0,

@@ -23,6 +23,7 @@ from fedsim_attacks.images_from_features._heads import recover, signals
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion, _Phases
 from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion
 from fedsim_attacks.labels.label_inference import LabelInference
+from fedsim_attacks.patch_embedding.patch_inversion import PatchInversion
 
 MODEL = {"model": "convnet", "model_parameters": {"width": 8}}
 RESNET = {
@@ -203,12 +204,18 @@ def test_weak_noise_leaves_the_directions_of_tensors():
 
 
 @pytest.mark.parametrize(
-    ("attack", "defenses"),
-    [(LabelInference(), [CUT]), (FactoredInversion(iterations=3), [STEPS, CUT])],
-    ids=["label_inference", "several steps"],
+    ("attack", "defenses", "model"),
+    [
+        (LabelInference(), [CUT], MODEL),
+        (FactoredInversion(iterations=3), [STEPS, CUT], MODEL),
+        (FeatureInversion(iterations=2, width=8, features_from="none"), [CUT], MODEL),
+        (FeatureInversion(iterations=2, width=8), [{**CUT, "gamma": 0.02}], MODEL),
+        (PatchInversion(), [{**CUT, "gamma": 0.02}], {"model": "vit"}),
+    ],
+    ids=["label_inference", "several steps", "no features", "features", "patches"],
 )
-def test_signs_of_truncated_entries_say_the_label(attack, defenses):
-    seen, truth = observe(*defenses)
+def test_signs_of_truncated_entries_say_the_label(attack, defenses, model):
+    seen, truth = make_observation(*example_batch(1), **model, defense=defenses)
     assert torch.equal(answer(attack, seen, truth).labels, truth.labels)
 
 
