@@ -214,7 +214,7 @@ def success_limit(chance: float, claims: Iterable[EpsilonDelta]) -> float:
     it succeeds with at most e^ε chance + δ, and 1 - e^-ε (1 - δ - chance): the least of these is
     returned, 1 without claims (Balle, Cherubin and Hayes, Reconstructing Training Data with
     Informed Adversaries, S&P 2022, Theorem 2; Hayes, Mahloujifar and Balle, Bounding Training Data
-    Reconstruction in DP-SGD, NeurIPS 2023, Theorem 2). It is concave in the chance.
+    Reconstruction in DP-SGD, NeurIPS 2023, Theorem 2). The bound is concave in `chance`.
 
     Amplification by sampling must not be in `claims`: whoever is attacked was drawn. Errors are
     those of `tpr_limit`.

@@ -81,7 +81,7 @@ class Guesser(_PublicExamples):
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """Takes P public `images` (P, C, H, W) uint8, `labels` (P,) int64; ScoringError if P is 0.
 
-        Of these, 10,000 or 64 MiB are kept, if that is less; `mean` is that of all, (C, H, W).
+        At most 10,000 of them, or 64 MiB, are kept; `mean`, (C, H, W) in [0, 1], is that of all.
         """
         self.mean = mean_image(images)
         """(C, H, W) pixels that stand in for each missing image of an attack's answer."""

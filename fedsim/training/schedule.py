@@ -25,7 +25,8 @@ class Probe:
     batch_size: int
     """Number of images in that batch; of a closed-form release, the mean number of rows."""
     trial: int
-    """Number of the batch of that size, from 0; no two trials share an image."""
+    """Number of the batch of that size, from 0. No two trials share an image; rows of a closed-form
+    release may be in several."""
     release: int = 0
     """Number of the release of that batch, from 0; releases differ in a defense's randomness."""
 

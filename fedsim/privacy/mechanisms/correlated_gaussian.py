@@ -275,7 +275,7 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
 
 @final
 class CorrelatedCalibration(_CorrelatedKeys, Calibration):
-    """Finds the least noise of T correlated releases; keys are those of `CorrelatedCurve`."""
+    """Finds the least noise of T correlated releases; keys: as `CorrelatedCurve`, but its noise."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """Finds the least noise multiplier: the standard deviation of z_t over the clipping norm.

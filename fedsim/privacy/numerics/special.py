@@ -198,7 +198,8 @@ def least_epsilon(
         target: logarithm of the δ that is asked for.
         xtol: absolute tolerance; it or `rtol` is kept.
         rtol: relative tolerance.
-        most: no ε above the largest power of two up to it is tried; then the result is inf.
+        most: no ε above the largest power of two up to it is tried; then the result is inf. By
+            default some ε has to be enough, or the search does not end.
     """
     from scipy.optimize import brentq
 
@@ -233,9 +234,9 @@ _FARTHEST = math.log(64)
 def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
     """Finds the least noise multiplier, in five digits, whose ε is at most `target`.
 
-    The search ends where ε is within 0.5% of it. `epsilon_of` computes ε of a noise multiplier, and
-    falls as that grows. A FedsimError says that the target is 0, that no noise up to 10^9 is
-    enough, or that noise of 10^-6 is enough already.
+    Noise for which ε is within 0.5% of it counts as the least. `epsilon_of` computes ε of a noise
+    multiplier, and falls as that grows. A FedsimError says that the target is 0, that no noise up
+    to 10^9 is enough, or that noise of 10^-6 is enough already.
     """
     if target <= 0:
         raise FedsimError("epsilon: 0 takes noise without end; ask for one above 0")
