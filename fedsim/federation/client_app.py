@@ -261,7 +261,6 @@ class _FederationClient:
 
     @cached_property
     def _form(self) -> tuple[Tensors, Tensors, Tensors]:
-        """Meta tensors like the parameters and float buffers, and the integer buffers."""
         # Integer buffers (batch norm's counter) never change and never cross the wire.
         parameters, buffers = self.workload.initial()
         floating = wire.floating(buffers)

@@ -71,7 +71,7 @@ class Deployed:
                 file.write(self.secret)
 
     def servers(self, scenario: Scenario) -> dict[str, Server]:
-        """Returns each stack's `Server` by its name; loads the scenario's data to describe it."""
+        """Returns each stack's `Server` by name; loads the scenario's data (else a FedsimError)."""
         described = load_dataset(scenario).without_training()
         return {
             name: Server(scenario, name, described, self.census, self._noise_seed(name))

@@ -231,7 +231,10 @@ class _LazyArray(Array):
 
 
 def lazy_record(like: Tensors, load: Callable[[str], Tensor]) -> ArrayRecord:
-    """Returns a record of arrays like `like`; reading one calls `load(name)` for a CPU tensor."""
+    """Returns a record of arrays named, shaped and typed like `like`.
+
+    Each reading of one calls `load(name)` for its tensor, on the CPU.
+    """
     record = ArrayRecord()
     for name, tensor in like.items():
         record[name] = _LazyArray(tensor, partial(load, name))

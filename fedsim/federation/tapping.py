@@ -549,7 +549,6 @@ def _find_strategy() -> Strategy | None:
 
 
 def _list_strategies(strategy: Strategy) -> list[DeployedPart]:
-    """Returns a strategy and those that it wraps, outermost first, with their accountants."""
     found = []
     inner: Any = strategy
     while isinstance(inner, Strategy):

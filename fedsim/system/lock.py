@@ -28,9 +28,9 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 def lock_folder(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
     """Locks `folder` against other runs in a `with` block, and makes it if it is missing.
 
-    A FedsimError says that another run has it, and by which `option` a user chooses another; or
-    that its `.lock` is not a regular file. An OSError says that the folder cannot be written to. A
-    file system without locks gives a warning.
+    The lock is a file `.lock` in it, which is removed in the end. A FedsimError says that this is
+    no regular file, or that another run has the folder, and by which `option` a user chooses
+    another. Without write access it is an OSError, and without locks of the file system a warning.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / NAME

@@ -35,7 +35,7 @@ class Memory:
     """Everything that a client keeps from one stage to the next, its bytes as hexadecimal text."""
 
     done: int = 0
-    """Number of stages that the client has answered."""
+    """Number of stages that the client has begun to answer; none can be begun again."""
     secrets: dict[str, str] = field(default_factory=dict)
     """Two secret keys, `sealing` and `masking`, and the `seed` of the client's own mask. They are
     forgotten once the client has masked its vector."""
@@ -65,7 +65,7 @@ class SumClient:
         memory: Memory | None = None,
         keep: Callable[[Memory], None] = lambda memory: None,
     ) -> None:
-        """Begins a sum, or goes on after the stages that `memory` counts as answered.
+        """Begins a sum, or goes on after the stages that `memory` counts as begun.
 
         Args:
             terms: Terms of the sum.
