@@ -79,7 +79,8 @@ def assess(
             clients are not sent are frozen in place.
         truth: Folder that `fedsim.witness` was told as `out`; several from several clients.
         out: The folder to fill, made if it is missing; one that holds results is refused.
-        settings: What is assessed, and what is known of the app: the fields of `AssessSettings`.
+        settings: What is assessed, and what is known of the app: the fields of `AssessSettings`; an
+            unknown name is a TypeError.
 
     Raises:
         FedsimError: something is missing or does not fit; before any attack.
@@ -140,7 +141,6 @@ class _TappedRun:
     exchanges: Sequence[Exchange]
     said: Mapping[str, Testimony]
     picked: Sequence[Picked]
-    """Exchanges that are attacked, with their truth."""
     privacy: PrivacySettings
 
     @classmethod
@@ -246,8 +246,7 @@ def _fill(
         files.save_observation(observation, folder)
         save_truth(victim, folder, observation.id, each.number)
         errors[observation.id] = error = simulation_error(observation, victim)
-        # A defense that alters, clips or noises updates makes any simulation miss: then it says
-        # nothing.
+        # Behind a defense that alters, clips or noises updates, any simulation misses.
         clipped = effect.scaled or effect.scaled_examples
         if error is not None and error > _UNLIKE and effect.exact and not clipped:
             app.plan.notes.append(
@@ -323,9 +322,10 @@ DEFAULT_ATTACKS: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AssessSettings:
-    """Options of `fedsim.assess`, which refuses attacks that need what is not granted.
+    """Options of `fedsim.assess`, checked as they are made.
 
-    That, an unknown attack and `clients` below 1 are a FedsimError.
+    An attack that is unknown or needs what is not granted, and `clients` below 1, are a
+    FedsimError; a wrong parameter of an attack is a ValidationError of pydantic.
     """
 
     mean: Sequence[float] | None = None
@@ -357,11 +357,9 @@ class AssessSettings:
     name: str | None = None
     """Title of the report; None for the top-level package of the model."""
     seed: int = 0
-    """Seed of attacks."""
     workers: int | None = None
     """Number of processes that attack; None for one a core."""
     quiet: bool = True
-    """Whether no progress is shown."""
 
     def __post_init__(self) -> None:
         if self.clients < 1:
@@ -388,7 +386,6 @@ class _AssessmentContext:
     """Privacy of each observation against the server; empty where nothing is accounted."""
 
     def row(self, job: Job, result: Result) -> ResultRow:
-        """Returns the line of `results.jsonl` for one attack on one exchange."""
         observation = result.observation
         exchange = self.seen[observation.id][1].exchange
         return ResultRow.of(
@@ -407,7 +404,6 @@ class _AssessmentContext:
 
 
 def _round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
-    """Returns a line of `rounds.jsonl` for each recorded round, in the order of rounds."""
     found = []
     for round in sorted({each.round for each in exchanges}):
         own = [each for each in exchanges if each.round == round]

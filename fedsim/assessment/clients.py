@@ -174,7 +174,7 @@ class AppTraining:
 
     answer: TappedAnswer
     local: Mapping[str, float] | None
-    """Values of batch_size and lr, maybe epochs (1) and momentum (0); None: as was witnessed."""
+    """Values of batch_size, at least 1, lr, maybe epochs (1), momentum (0); None: as witnessed."""
     mode: Mode
     """Mode of the model's layers while it is trained: `train` or `eval`."""
     defenses: Sequence[Mapping[str, object]]
@@ -250,8 +250,7 @@ class AppTraining:
                 "learned nothing; attack another round"
             )
         rule = self._rule(each, lr)
-        # Images through all steps, over different images: how often the client passed over its
-        # data.
+        # Images through all steps, over different ones: how often the client passed over its data.
         epochs = max(1, round(sum(said.sizes) / said.images))
         if epochs > 1 and said.steps > epochs:
             self.notes.append(
@@ -291,8 +290,7 @@ class AppTraining:
         rates = said.rates or [lr] * said.steps
         decay = settings.get("weight_decay", 0.0)
         if optimizer == "sgd" and len(said.factors) == len(rates):
-            # SGD at rate r on c times the loss is SGD at rate c r on the loss, with weight decay
-            # over c.
+            # SGD at rate r on c times the loss is SGD at rate c r on it, with weight decay over c.
             rates = [factor * rate for factor, rate in zip(said.factors, rates, strict=True)]
             decay /= said.factors[0] or 1.0
         rule = StepRule(
@@ -313,7 +311,8 @@ class AppTraining:
     ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
         """Returns the stack's name (or `none`), members as `Observation.defense`, and effect.
 
-        `training` is what the method of that name returned. It fails as `Stack.guarantees`.
+        `training` is what the method of that name returned. A defense that does not fit it is a
+        FedsimError.
         """
         if not self._refs:
             return _UNDEFENDED, (), Effect()
@@ -355,8 +354,7 @@ def _simulate_training(
     if per_epoch == 1 or steps <= per_epoch:
         return again
     if rule is not None and rule.rates is not None:
-        # A warm-up may have rates of 0 all through its first epoch: nothing to scale, so `lr`
-        # serves.
+        # A warm-up may have rates of 0 in all of its first epoch: then `lr` serves.
         first = rule.rates[:per_epoch]
         rule = replace(rule, rates=first if any(first) else None)
     once = replace(again, steps=per_epoch, rule=rule)

@@ -49,7 +49,6 @@ class _FoundDefenses:
 
     @property
     def announcements(self) -> list[dict[str, object]]:
-        """Defenses as `AssessSettings.defenses` has them."""
         return [{"name": ref.name, **ref.parameters} for ref in self.refs]
 
 
@@ -216,8 +215,7 @@ def _against_any_other(stack: Stack, training: LocalTraining, entry: Entry) -> s
     mechanism = stack.guarantees(training)[-1].mechanism
     if not isinstance(mechanism, Mechanism) or mechanism.relation != "zero_out":
         return ""
-    # Two clipped updates differ by twice the norm of one, and T rounds compose to one with a
-    # multiplier smaller by the root of T.
+    # Two clipped updates differ by up to twice the norm; T rounds divide the multiplier by sqrt(T).
     multiplier = mechanism.noise_multiplier / 2 / math.sqrt(max(1, entry.rounds))
     return f"; against any other update ε = {gaussian.epsilon(multiplier, entry.delta):.3g}"
 

@@ -42,7 +42,6 @@ app = typer.Typer(
 )
 app.add_typer(privacy_app, name="privacy")
 
-
 Kind = Literal[
     "attacks", "defenses", "learners", "models", "data", "engines", "mechanisms", "targets"
 ]
@@ -316,7 +315,6 @@ def _compare(
 
 
 def _judge(lines: list[str], good: str) -> None:
-    """Prints the lines and ends with status 1; without lines prints `good`."""
     typer.echo("\n".join(lines) if lines else good)
     if lines:
         raise typer.Exit(1)

@@ -169,7 +169,6 @@ def _ask(
     plot: Path | None,
     **given: float | None,
 ) -> None:
-    """Prints the calculator's answer, or the list of mechanisms if none is named."""
     with exits():
         from fedsim.privacy import calculator
         from fedsim.progress import report_work

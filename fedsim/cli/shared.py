@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fedsim.results import reading
     from fedsim.results.record import Run
 
-
 TableFormat = Literal["table", "json", "csv"]
 
 
@@ -145,8 +144,6 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be repeated."),
 ]
-
-
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")]
 RootCertificates = Annotated[
     Path | None,

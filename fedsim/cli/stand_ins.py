@@ -1,9 +1,4 @@
-"""Reads the descriptions of plugins without the libraries that they compute with.
-
-Names, docstrings and fields need no torch, whose import takes seconds: a child process reads them
-with stand-ins for such libraries. Where that fails, this process reads with the libraries
-themselves.
-"""
+"""Reads the descriptions of plugins without the libraries that they compute with."""
 
 from __future__ import annotations
 
@@ -42,7 +37,6 @@ class _StandIn(metaclass=_Kind):
         """Takes whatever the real one takes."""
 
     def __call__(self, decorated: Any) -> Any:
-        """Returns what is decorated."""
         return decorated
 
 
@@ -56,17 +50,13 @@ class _Module(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds stand-ins in the place of libraries."""
-
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> Any:
-        """Returns the spec of a stand-in for a library's module; None for any other module."""
         if fullname.partition(".")[0] in LIBRARIES:
             # As a package, so that its submodules are looked for, and found here, as well.
             return ModuleSpec(fullname, self, is_package=True)
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Returns an empty module."""
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:

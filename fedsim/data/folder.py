@@ -263,7 +263,6 @@ class ImageFolder(DataSource):
         return laid_out
 
     def _split(self, tree: Tree, items: list[_Labelled]) -> dict[str, list[_Labelled]]:
-        """Holds out `test_share` of the images by the digests of their names."""
         share = _TEST_SHARE if self.test_share is None else self.test_share
         if items[0].split and self.test_share is not None:
             raise FedsimError(

@@ -138,9 +138,9 @@ class Tree(ABC):
     def image(self, path: Parts, mode: str, bits: int | None = None) -> Image:
         """Decodes an image, upright as EXIF says and laid over white, to Pillow mode `L` or `RGB`.
 
-        `bits` is the number of bits that a 16-bit picture uses per channel. Without it, 16-bit
-        pictures are refused if they are grey, or if they would be nearly black. An UnreadableError
-        names a file that is missing, empty, damaged, over 64 MiB or 2^25 pixels, or so refused.
+        `bits` is the number of bits that a 16-bit PNG uses per channel; without it a grey or nearly
+        black one is refused, as are other formats of over 8 bits. An UnreadableError says so, or
+        that a file is missing, empty, damaged, over 64 MiB or over 2^25 pixels.
         """
         from PIL import Image, ImageOps, UnidentifiedImageError
 

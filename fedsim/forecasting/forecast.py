@@ -39,10 +39,7 @@ _FACTOR, _MARGIN = 2.0, 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The expected gain of attacks on one kind of update, where the formula tells it.
-
-    The attack to begin with is `first_attack`, an installed one by its name.
-    """
+    """The expected gain of attacks on one kind of update, where the formula tells it."""
 
     stack: str
     rounds: tuple[int, ...]
@@ -53,6 +50,7 @@ class Forecast:
     indicators: tuple[Indicator, ...]
     estimate: Estimate
     first_attack: str
+    """Name of the attack to begin with."""
     beyond: str
     """What `first_attack` does, as a verb phrase, where the formula does not cover it; else empty.
     The formula covers matching gradients and reading a closed form."""
@@ -177,7 +175,6 @@ def forecast(plan: UpdatePlan) -> Forecast:
 
 
 def _first_attack(plan: UpdatePlan, found: Estimate) -> str:
-    """Names the installed attack to begin with, by what the update gives away."""
     spec, effect = plan.first.model, plan.first.effect
     smooth = effect.exact and found.stall < 0.5 and plan.training.algorithm == "fedsgd"
     known = plan.grant.labels != "none"
@@ -272,7 +269,6 @@ class Indicator:
 
 
 def _indicators(plan: UpdatePlan, estimate: Estimate) -> list[Indicator]:
-    """Returns all indicators of `plan`, of which `estimate` is the estimate."""
     observation, clients = plan.first, plan.first.num_clients
     steps = plan.training.steps if plan.training.batches == "different" else 1
     clients = max(1, min(clients, MOST_IMAGES // steps))

@@ -144,8 +144,7 @@ def noise_std(noise: tuple[Noise, ...], training: LocalTraining, clients: int) -
     `training` is a client's, as the stack's training defenses changed it. The unit is the update's.
     """
     single = training.algorithm == "fedsgd"
-    # Variances add up: steps by their squared factors, while
-    # the mean of n clients divides them by n.
+    # Variances add up: steps by their squared factors, and the mean of n clients divides by n.
     steps = 1.0 if single else training.lr**2 * sum(w * w for w in step_weights(training))
     share = {"step": steps / clients, "update": 1 / clients, "sum": 1 / clients**2}
     return math.sqrt(sum(each.variance * share[each.on] for each in noise))
@@ -292,8 +291,7 @@ def _lanczos(
     basis, diagonal, beside = [start / math.sqrt(square)], [], []
     for step in range(_LANCZOS_STEPS):
         current = basis[-1]
-        # J v by a central difference, J' of it by backward
-        # differentiation: J itself is never formed.
+        # J v by a central difference, J' of it by differentiation: J itself is never formed.
         ahead = update_map(images + short * current, labels)
         behind = update_map(images - short * current, labels)
         pushed = (ahead - behind) / (2 * short)
@@ -497,8 +495,7 @@ def _measure_remainder(case: _Case, floor: float) -> tuple[float, float]:
     def best_above(floor: float) -> float:
         # A descent of so many steps cannot regularize less than this.
         least = counts * floor
-        # From the floor up to 10^6 times the largest eigenvalue,
-        # where nothing of the images is left.
+        # Up to 10^6 times the largest eigenvalue, where nothing of the images is left.
         decades = math.log10(float(top[0]) / least) + 6
         tried = (least * 10 ** (k / _GRID) for k in range(math.ceil(decades * _GRID)))
         return min([1.0, *(_error(own, displaced, mu, length) for mu in tried)])

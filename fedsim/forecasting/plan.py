@@ -90,8 +90,7 @@ class UpdatePlan:
         groups = steps * self.first.num_clients
         stream = rng.generator(self.first.seed, "stand-ins", draw)
         count = len(self.stand_ins.pixels)
-        # As many passes over the stand-ins as it takes. Drawn
-        # for the largest size, cut to this one.
+        # As many passes over the stand-ins as it takes: drawn for the largest size, cut to this.
         order = torch.cat(
             [torch.randperm(count, generator=stream) for _ in range(-(-groups * largest // count))]
         )
@@ -134,8 +133,7 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
     """Returns a plan for each defense stack and batch size, at the weights before any training.
 
     Stacks, and sizes within, are in the scenario's order. `overrides` are its settings, `key=value`
-    each. A FedsimError says that file or data cannot be read, that it is a sweep, or that it trains
-    no network of images.
+    each. FedsimError: file or data cannot be read, it is a sweep, or trains no network of images.
     """
     scenario = _only(open_document(path, overrides), path)
     dataset = load_dataset(scenario)
@@ -149,8 +147,7 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
                 "update of images; `fedsim privacy` tells what such a release guarantees"
             )
         parameters, buffers = workload.initial()
-        # Behind an aggregation one update of all participants
-        # is seen, else that of a single client.
+        # Behind an aggregation one update of all participants is seen, else a single client's.
         together = workload.stack.aggregation is not None
         clients = len(workload.plan(1).participants) if together else 1
         sizes = scenario.observe.batch_sizes or [scenario.training.local.batch_size]
@@ -178,11 +175,10 @@ def plans_of_scenario(path: str | Path, overrides: Sequence[str] = ()) -> list[U
 
 
 def plans_of_run(folder: str | Path) -> list[UpdatePlan]:
-    """Returns a plan for each defense stack and batch size of a run, at recorded weights.
+    """Returns a plan for each defense stack and batch size of a run, at up to 3 rounds' weights.
 
     Stacks are in the scenario's order, and sizes rise within. A FedsimError says that `folder` is
-    not that of one run, or has no recordings of a server. If the run's data are not here, stand-ins
-    are synthetic.
+    not of one run, or has no recordings of a server. Without its data, stand-ins are synthetic.
     """
     root = Path(folder)
     if not (root / "scenario.yaml").is_file():

@@ -73,7 +73,6 @@ class _MatrixCell:
 
     @cached_property
     def best(self) -> Measured:
-        """Figures of the metric that ranks the attack."""
         return measure_row(self.row, self.row.ranked_by)
 
     @property
@@ -205,7 +204,7 @@ class Content:
 
     @cached_property
     def late(self) -> list[tuple[str, str]]:
-        """(`UNFINISHED` or `UNSCORED`, words) of each run that is not scored to its end."""
+        """(`UNFINISHED` or `UNSCORED`, words) of each such run; one of all if nothing is scored."""
         if self.awaited:
             return [(self.awaited.mark, self.awaited.reason)]
         pairs = [line.partition(": ") for line in facts.unfinished(self.runs)]

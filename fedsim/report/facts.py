@@ -158,7 +158,6 @@ def unfinished(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def _describe_extent(run: StoredRun) -> str:
-    """Words how far a run is that has not ended, and how it goes on."""
     has = f"{number_of(run.attack_runs, 'attack run')} so far"
     if plan := run.plan:
         parts = [f"{run.attack_runs} of {number_of(plan.attack_runs, 'attack run')}"]
@@ -245,7 +244,6 @@ def _join(values: Iterable[object]) -> str:
 
 
 def _was(values: Iterable[object]) -> str:
-    """Joins the different values with a verb: `a was`, or `a and b were`."""
     different = dict.fromkeys(values)
     return f"{_join(different)} {'was' if len(different) == 1 else 'were'}"
 
@@ -304,8 +302,7 @@ class UtilityRow:
     test_accuracy: Summary | None
     """Percentage of the test data that the model classifies correctly, in [0, 100]."""
     accuracy: Accuracy | None
-    """Mean test accuracy, with chance, the test set's size and an interval, where the runs state
-    these."""
+    """Mean test accuracy, with chance, test set's size and interval, where runs state them."""
     problem: str | None
 
 
@@ -317,8 +314,7 @@ def attacks_nothing(runs: Sequence[StoredRun]) -> bool:
 def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
     """Returns a row for each variant and defense, of all seeds together, by their last rounds.
 
-    The order is that of `runs` and their rounds. A copied run counts again. A defense without a
-    round has no row.
+    The order is that of `runs` and their rounds. Copies count, too. No round: no row.
     """
     cells: dict[tuple[str, str], list[RoundRow]] = {}
     audited: dict[tuple[str, str], list[float]] = {}

@@ -66,7 +66,7 @@ def _keep_figures_whole(text: str) -> str:
 
 
 def mark_code(text: str) -> Markup:
-    """Returns `text` as escaped HTML, cut as by `shorten`, with text between backticks as code."""
+    """Returns `text` as escaped HTML, cut as by `shorten`; text in paired backticks is code."""
     parts = _keep_figures_whole(text).split("`")
     if len(parts) % 2 == 0:
         return escape("`".join(parts))
@@ -77,8 +77,7 @@ def mark_code(text: str) -> Markup:
 def explain_terms(text: str, shown: Collection[str]) -> Markup:
     """Returns `text` as escaped HTML, cut as by `shorten`, with terms as buttons that explain them.
 
-    A term is a button where it occurs first. `shown` are the keys (`Term.key`) of terms that the
-    page explains; no other is a button.
+    A term is a button where it occurs first, if its key (`Term.key`) is among `shown`.
     """
     explained_keys: set[str] = set()
     text, parts, end = _keep_figures_whole(text), [], 0

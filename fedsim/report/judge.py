@@ -30,12 +30,10 @@ labels or members on average. `undecided`: something that nothing tells from wha
 Reliance = Literal["rely", "do not rely", "not shown"]
 
 ControlStatus = Literal["passed", "failed", "broken", "absent"]
-"""State of a positive control. `broken`: an attack crashed or refused, and no other shows what
-attacks can do."""
+"""State of a positive control. `broken`: attacks crashed or refused, and no other one decides."""
 
 Leaking = str
-"""What an attack may work on: `pictures` (the main target: images, or rows of a table), or the part
-of another target."""
+"""What an attack may work on: `pictures` (the main target, images or rows), or another's part."""
 
 WEAK_EPSILON = 10.0
 """A finite guarantee promises next to nothing from this ε on."""
@@ -154,14 +152,11 @@ class Costs:
     """What a defense leaves of the model, and what it takes, beside no defense; None: not known."""
 
     points: float | None = None
-    """Test accuracy less that without a defense, in percentage points: negative if the defense
-    costs accuracy."""
+    """Test accuracy less that without a defense, in percentage points; a loss is negative."""
     is_apart: bool = True
-    """Whether test sets of this size tell the two accuracies apart; True, too, where one is not
-    known."""
+    """Whether test sets of this size tell the two accuracies apart; True if one is not known."""
     is_measured: bool = True
-    """Whether the model without a defense learned something to compare with, for all that is
-    known."""
+    """Whether the model without a defense learned something, for all that is known."""
     seconds: float | None = None
     """Mean seconds of a round of training."""
     usual_seconds: float | None = None
@@ -276,8 +271,6 @@ def positive_controls(rows: Sequence[LeaderboardRow]) -> list[Control]:
     return [_control(own) for own in by_comparison(rows).values()]
 
 
-# How badly one row leaks.
-
 _Measure = Callable[[LeaderboardRow], Summary | None]
 
 
@@ -299,8 +292,8 @@ def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
 
     It is `leak`, `partial` (a small gain), a target's part such as `features`, `undecided` (nothing
     tells a gain from prior knowledge), `unseen` (no gain), `unknown` (not attacked) or `failed`.
-    Intervals widen with the number of `rows`, and their lower ends decide. Labels and members do
-    not count.
+    Lower ends of intervals decide, which widen with the number of `rows`. Labels and members do not
+    count.
     """
     if row.n_ok == 0:
         return "failed"
@@ -467,7 +460,6 @@ def _may_tell(row: LeaderboardRow, what: Leaking) -> bool:
 
 
 def _leaks(row: LeaderboardRow, rows: Sequence[LeaderboardRow], what: Leaking) -> bool:
-    """Whether `what` leaks for certain to the attack of `row`, chosen among `rows`."""
     if what == "pictures":
         return level_of(row, rows) in ("leak", "partial")
     judged = _leaks_by_mean if what in targets_by_mean() else _leaks_told
@@ -479,14 +471,11 @@ def _leakable() -> tuple[Leaking, ...]:
 
 
 def works(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
-    """Whether anything leaks for certain to the attack of `row`.
+    """Whether anything leaks for certain to the attack of `row`, one of all `rows` of its stack.
 
-    It was chosen among `rows`, all of its stack and comparison, whose number widens intervals.
+    They are of one comparison, and their number widens intervals.
     """
     return any(_leaks(row, rows, what) for what in _leakable())
-
-
-# The positive control.
 
 
 def failures_of(rows: Iterable[LeaderboardRow]) -> tuple[Failure, ...]:
@@ -508,7 +497,6 @@ def failures_of(rows: Iterable[LeaderboardRow]) -> tuple[Failure, ...]:
 
 
 def _control(rows: Sequence[LeaderboardRow]) -> Control:
-    """Judges one comparison by the strongest attack on its undefended stack."""
     undefended = [row for row in rows if row.undefended]
     basis = Control(
         comparison=rows[0].comparison,
@@ -598,9 +586,6 @@ def _control_by(basis: Control, rows: Sequence[LeaderboardRow], target: Target) 
         required=target.leaks * guess if by_mean else at_least,
         is_blind=enough and not informed,
     )
-
-
-# The verdict on a defense.
 
 
 def _strongest(rows: Sequence[LeaderboardRow]) -> LeaderboardRow:
@@ -766,7 +751,6 @@ def _is_seldom(rows: Sequence[LeaderboardRow], finding: Finding) -> bool:
 
 
 def _recognizable_times(rows: Sequence[LeaderboardRow]) -> Times:
-    """Counts trials with recognizable pictures, of the attack with most of them."""
     shown = [row for row in rows if _shows_pictures(row, rows)]
     best = max(shown, key=lambda row: row.recognizable / row.n)
     leaking = best.leaking.count if best.leaking else 0
@@ -845,7 +829,6 @@ def missing_terms(row: LeaderboardRow) -> tuple[str, ...]:
 def _list_untried(
     rows: Sequence[LeaderboardRow], trained: Collection[int]
 ) -> tuple[Statement, ...]:
-    """Lists kinds of attack and attacker that occur in none of the rows of one defense."""
     measured = {name for row in rows for name, value in row.metrics.items() if value is not None}
     main = rows[0].main
     # Labels and members can be asked of any update, another target only where data have it.
@@ -866,8 +849,6 @@ def _list_untried(
     ]
     return tuple(statement for is_missing, statement in kinds if is_missing)
 
-
-# Whether to rely on a defense.
 
 _RELIANCES: Mapping[str, Reliance] = {
     "promised": "rely",
@@ -968,7 +949,6 @@ def attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
 def _is_told_apart(
     plain: LeaderboardRow, defended: LeaderboardRow, what: Leaking, compared: int
 ) -> bool:
-    """Whether an attack that works certainly does less behind a defense than without it."""
     if what == "pictures" and plain.leaking and defended.leaking:
         counts = [(s.count, s.n - s.count) for s in (plain.leaking, defended.leaking)]
         if chance_of(*counts[0], *counts[1]) <= _CHANCE:

@@ -130,8 +130,9 @@ def leaderboard_rows(
 ) -> list[LeaderboardRow]:
     """Returns the leaderboard of all runs below `folders`: a row for each attack on a defense.
 
-    Rows are sorted by comparison, defense and strength of attack. Intervals hold at `confidence`,
-    between 0 and 1. A ReportError says that a folder holds no results, or a file is damaged.
+    Rows are sorted by comparison, defense (undefended first, then the leakiest) and attack, the
+    strongest first. Intervals hold at `confidence`, between 0 and 1. A ReportError says that a
+    folder holds no results, or a file is damaged.
     """
     return aggregate(measurements(load_runs(folders)), confidence=confidence)
 

@@ -162,7 +162,6 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
 
 
 def _member(of: LeaderboardRow | StoredRun) -> str:
-    """Names the scenario and the variant of a row, or of a run."""
     if isinstance(of, StoredRun):
         return f"{of.name} {describe_variant(of.variant)}"
     return f"{of.scenario} {of.variant}"
@@ -235,7 +234,6 @@ def _other_attack(old: LeaderboardRow, new: LeaderboardRow) -> list[str]:
 
 
 def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
-    """Returns a line for each measure by which `new` leaks more, and if something is `gone`."""
     if not old.n_ok:
         return []
     lines = []
@@ -418,7 +416,6 @@ def _name_stack(members: Sequence[LeaderboardRow]) -> str:
 
 
 def _list_unmeasured(members: Sequence[LeaderboardRow], psnr: bool, gain: bool) -> list[str]:
-    """Returns a line for each limited figure that no attack on a defense yields."""
     ended = [row for row in members if row.n_ok]
     missing = {
         "PSNR": psnr and all(row.worst.get("psnr") is None for row in ended),

@@ -218,8 +218,7 @@ def chosen(names: Sequence[str]) -> list[_Store]:
     """Returns the stores, for `log_run`, that `names` ask for: `mlflow` or `tensorboard=DIR`, say.
 
     Without `=DIR` the folder is the one of the tool's name in the working directory. A FedsimError
-    says that there is no such tool, that its extra is not installed, or that its folder cannot be
-    written to.
+    says that a tool is unknown, its extra not installed, or its folder not to be written to.
     """
     stores: list[_Store] = []
     for name in names:

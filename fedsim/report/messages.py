@@ -82,7 +82,7 @@ def _fill(message: str, **values: Any) -> str:
 
 
 def describe_statement(statement: Statement) -> str:
-    """Words one statement, as a clause without a stop; an unknown `kind` is a KeyError."""
+    """Words one statement, a clause without a stop; a wrong `kind` or missing value: KeyError."""
     kind = statement.kind
     message = STATEMENTS.get(kind) or targets()[kind.removeprefix("untried ")].noun
     return _fill(message, **statement.values, LARGEST_DELTA=LARGEST_DELTA)
@@ -235,7 +235,6 @@ def _describe_evidence(verdict: Verdict) -> str:
 
 
 def _other_evidence(verdict: Verdict) -> list[str]:
-    """Words features, labels and members, where they are what leaks, or may leak."""
     finding, shown = verdict.finding, []
     if finding in targets_by_mean():
         if verdict.features:
@@ -432,9 +431,6 @@ def _describe_proven(row: LeaderboardRow) -> str:
     return f"{stated} per {row.unit} ({', '.join(filter(None, details))})"
 
 
-# The positive control, and what weakens the figures of a table.
-
-
 def describe_control(control: Control) -> str:
     """Words what the positive control shows, or why it does not pass."""
     if not control.ended and control.status != "passed":
@@ -496,8 +492,7 @@ def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]
 def invalid_reasons(rows: Sequence[LeaderboardRow], *, unended: bool = True) -> list[str]:
     """Returns why comparisons among `rows` prove nothing; empty if every control passed.
 
-    Without rows, that is the one reason. `unended` says whether comparisons count whose runs have
-    not ended.
+    Without rows, that is the one reason. `unended`: whether runs count that have not ended.
     """
     if not rows:
         return ["no positive control: there are no results"]

@@ -37,10 +37,7 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
 
 
 def write_page(folders: Iterable[Path | str], path: Path | str) -> Path:
-    """Writes the page of all runs below `folders` to the file `path`, and returns `path`.
-
-    Errors are those of `write_report`.
-    """
+    """Writes the page of all runs below `folders` to `path`, and returns it; see `write_report`."""
     write_text(Path(path), html_of(Content(load_runs(folders))))
     return Path(path)
 

@@ -295,7 +295,6 @@ class _ShownDefense:
     recoveries: list[_Recovery]
 
     def find(self, victim: _Recovery) -> _Recovery | None:
-        """Returns the recovery of the image of `victim`; None if no trial attacked that image."""
         return next((each for each in self.recoveries if each.is_of(victim)), None)
 
 

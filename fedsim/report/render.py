@@ -276,7 +276,6 @@ def render(
 
 
 def _reasons(rows: Sequence[LeaderboardRow], awaited: Awaited | None) -> list[str]:
-    """Returns why nothing follows from the rows; of a run that waits, what it waits for."""
     return [awaited.reason] if awaited else invalid_reasons(rows)
 
 

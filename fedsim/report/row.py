@@ -122,8 +122,7 @@ class LeaderboardRow:
     """Metric -> the lesser of what leaks over the guess and over another update, trial by trial; of
     trials with a control, if any has one."""
     others: Mapping[str, Summary]
-    """Metric -> its summary for the same attack's answers to another update, against the truths of
-    this one."""
+    """Metric -> summary of the same attack's answers to another update, by this one's truths."""
     over_others: Mapping[str, Summary]
     """Metric -> how much more leaks of the own update than of another."""
     leaking: Share | None
@@ -231,9 +230,8 @@ class LeaderboardRow:
     def is_uninformed(self) -> bool:
         """Whether the attack does no better on this update than on another one.
 
-        The lower end of the interval of the metric that ranks the attack decides. It is False if a
-        trial or image certainly leaked (`exposed`), and without a control. It is True if the attack
-        `ignores_update`.
+        The lower end of the interval of the metric that ranks the attack decides. It is True if the
+        attack `ignores_update`, else False if something is `exposed`, or not `is_decided`.
         """
         return self._is_uninformed_by(self.ranked_by)
 
@@ -251,10 +249,7 @@ class LeaderboardRow:
         return self.no_control is None and self.control != "batch"
 
     def above_other(self, name: str) -> Summary | None:
-        """Returns the gain over another update in metric `name`; None without one.
-
-        It is None, too, if no target ranks by `name`.
-        """
+        """Returns the gain over another update in `name`, if that is a ranking metric; or None."""
         return self.over_others.get(name) if name in ranking_targets() else None
 
     def above_guess(self, name: str) -> Summary | None:

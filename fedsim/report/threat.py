@@ -38,8 +38,7 @@ class ThreatModel:
     """
 
     altered: int = 0
-    """What the server did to the model: 0 nothing, 1 it `planted` weights, 2 it put a module in
-    (`modified`)."""
+    """What the server did to the model: 0 nothing, 1 it planted weights, 2 it put in a module."""
     beyond: tuple[str, ...] = ()
     """What it had that no honest server has by itself: `labels=known`, or brought as `own ...`."""
     within: tuple[str, ...] = ()

@@ -427,8 +427,7 @@ class RoundRow(RowPart):
     `test_examples`, are in [0, 1]. ε is that of all rounds so far, and `sigma` the σ of rows σ I
     that each client appends to its table. `failures` has the number of updates left out, by reason,
     and `details` a line on each, at most 20. `zero_updates` of the aggregated were zero everywhere,
-    and `probe_failures` probes left no recording. `seconds` are wall time. None stands where
-    nothing is known or evaluated.
+    and `probe_failures` probes left no recording. `seconds` are wall time. None: not measured.
     """
 
     defense: str
@@ -451,10 +450,7 @@ class RoundRow(RowPart):
 
 
 class AuditRow(RowPart):
-    """Holds a line of `audit.jsonl`: a lower bound of a stack's ε, and if the claim `holds`.
-
-    The `method` is `two_worlds` or `one_run`.
-    """
+    """Holds a lower bound of a stack's ε by `two_worlds` or `one_run`, and if the claim `holds`."""
 
     defense: str
     method: str

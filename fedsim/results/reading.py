@@ -350,7 +350,6 @@ def _load_run(folder: Path) -> StoredRun:
 
 
 def _load_plan(folder: Path) -> Plan | None:
-    """Reads the plan of the run in `folder`; None if it has none, as runs of earlier versions."""
     path = folder / PLAN
     if not path.exists():
         return None

@@ -124,8 +124,7 @@ def drop_torn_line(path: Path) -> None:
 def environment() -> Row:
     """Returns this machine's part of `record.json`, with None where something is not known.
 
-    Its keys are `python`, `platform`, `processor`, `cores`, `gpu`, `packages` (name -> version) and
-    `commit`.
+    Keys are `python`, `platform`, `processor`, `cores`, `gpu`, `packages` (versions) and `commit`.
     """
     import torch
 
