@@ -195,7 +195,7 @@ class AppTraining:
         """Returns an attacked client's local training, as attacks simulate it; adds to `notes`.
 
         Several epochs become one of the same total weight. A FedsimError says that `local` has
-        other keys, that the client states no `num-examples`, or that no learning rate is known.
+        other keys, the client states no `num-examples`, or its learning rate is unknown or 0.
         """
         said = each.testimony.said
         if self.answer == "gradient":

@@ -33,7 +33,7 @@ def partition(
     in proportions drawn from Dir(alpha) (Hsu, Qi and Brown 2019). `shards`: the set is sorted by
     class and cut into clients x shards_per_client equal shards, dealt at random (McMahan et al.
     2017). `natural`: the source knows whose each image is. `file`: a CSV file with columns
-    `index,client`, or a JSON list of each image's client.
+    `index,client`, both from 0, or (suffix .json) a JSON list of each image's client.
 
     Args:
         dataset: Data whose training examples are divided.

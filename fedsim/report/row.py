@@ -275,7 +275,7 @@ class LeaderboardRow:
 
     @property
     def exposed(self) -> bool:
-        """Whether one trial, or one image, certainly leaked, whatever the others did."""
+        """Whether a trial or image certainly leaked, whatever others did; False if uncontrolled."""
         if self.ignores_update or self.no_control:
             return False
         certain = (
