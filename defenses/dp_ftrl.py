@@ -68,7 +68,7 @@ class DPFTRL(NoisyAggregation):
         return replace(combined, tensors={n: value / round.clients for n, value in tensors.items()})
 
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """Returns the server's mechanism, if it adds noise and `before` has none.
+        """Returns the server's mechanism, if it adds noise and `before` has none, else that claim.
 
         With noise, a FedsimError refuses updates without a bound.
         """

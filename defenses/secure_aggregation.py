@@ -138,7 +138,10 @@ class SecureAggregation(MaskedAggregation):
         )
 
     def seen_by_one_of(self, participants: int) -> SecureAggregation:
-        """Returns a copy with the noise of the others; see `AggregationDefense.seen_by_one_of`."""
+        """Returns a copy with the noise that is left without that of one, or of who colludes.
+
+        The larger of both parts is taken off. See `AggregationDefense.seen_by_one_of`.
+        """
         # The fewest clients in a sum that opens, less those whose shares are known: who colludes,
         # or the one, which may be one of those.
         honest = participants * self.threshold - max(1.0, participants * self.colluding)

@@ -166,7 +166,7 @@ class FeatureInversion(IterativeAttack[_FeatureInversionState]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> _FeatureInversionState:
-        """Recovers features, or fails as they do; draws pixels or weights. See `Attack.init`."""
+        """Recovers features, or fails as `features_from` does; draws pixels or weights."""
         # Recovery gets a seed, so that what it draws does not change where drawing starts.
         seed = int(torch.randint(2**31, (), generator=rng))
         seen, observation = observation, remove_truncated(observation)

@@ -50,7 +50,10 @@ _UNSUMMED = 1e-5  # share of the bias's gradient that rounding may leave of its 
 
 @final
 class LabelInference(DirectAttack):
-    """Reads the labels of a batch off the last layer's gradient; it recovers no images."""
+    """Reads the labels of a batch off the last layer's gradient; it recovers no images.
+
+    Where nothing is left of that gradient, the direction of the other layers' tells them.
+    """
 
     takes_rows: ClassVar[bool] = True
     reads_truncated: ClassVar[bool] = True

@@ -36,7 +36,7 @@ from fedsim_attacks.membership._measures import (
 class ShadowLikelihood(DirectAttack):
     """Scores candidates by the likelihood ratio of shadow clients that hold them, or do not.
 
-    Shadows train as the client declared, without its defenses.
+    Shadows train as the client declared, without its defenses. Of an odd number one is left out.
     """
 
     takes_rows: ClassVar[bool] = True

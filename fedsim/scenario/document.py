@@ -38,7 +38,7 @@ class ScenarioProblem:
     path: KeyPath = ()
     """Keys and list positions that lead to the value; empty if none is to blame."""
     origin: str = ""
-    """The file, or the `--set` that wrote the value; empty for a scenario made in Python."""
+    """The file, or the option such as `--set seed=1`, cut to 80 characters; empty if neither."""
     line: int | None = None
     """Line in the file, from 1; None if it has none."""
 
@@ -173,7 +173,7 @@ class Document:
         return Document(value, marks)
 
     def without(self, path: KeyPath) -> Document:
-        """Returns a copy without the value at `path`, one key of mappings or more, if it exists."""
+        """Returns a copy without the value at `path`, if any; `path` is one or more text keys."""
         marks = {at: mark for at, mark in self.marks.items() if at[: len(path)] != path}
         return Document(_prune(self.value, path), marks)
 
