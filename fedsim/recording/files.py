@@ -277,14 +277,14 @@ def root_of(recording: Path) -> Path | None:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Writes a safetensors file as `write_bytes` does, for its owner alone; returns its SHA-256."""
+    """Writes `serialize(tensors)` by `write_bytes`, for its owner alone; returns its SHA-256."""
     content = serialize(tensors)
     write_bytes(path, content, private=True)
     return hashlib.sha256(content).hexdigest()
 
 
 def serialize(tensors: Tensors) -> bytes:
-    """Returns `tensors`, on any device, as the bytes of a safetensors file."""
+    """Returns tensors on any device as a safetensors file's bytes; a dtype it lacks: KeyError."""
     own: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -317,7 +317,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` as JSON, whole or not at all; NaN and infinity raise a ValueError."""
+    """Writes `value` as JSON by `write_bytes`; NaN or ∞ is a ValueError, no JSON a TypeError."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 

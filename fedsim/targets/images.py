@@ -184,7 +184,7 @@ class Images(Target):
         return ImageAid(guesser=guesser, fill=guesser.mean, lpips=lpips)
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Raises a ScoringError unless `answer` is (M, C, H, W) in [0, 1], shaped as the truth."""
+        """Raises a ScoringError unless `answer` is (M, C, H, W) in [0, 1], C, H, W as true ones."""
         true = self.truth_of(truth)
         if true is None:
             raise ScoringError("images were answered, and the batch is of rows of a table")

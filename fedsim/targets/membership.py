@@ -192,7 +192,7 @@ class Membership(Target):
 
     @property
     def truth_name(self) -> str:
-        """Name of the truth's tensor, `members`; that of a client's candidates comes before it."""
+        """Name of the truth's tensor of rows, `members`; `truth_of` prefers `candidate_members`."""
         return "members"
 
     def truth_of(self, truth: Truth) -> Tensor | None:

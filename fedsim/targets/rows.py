@@ -168,7 +168,7 @@ class Rows(Target):
     def tensors_to_save(
         self, found: Reconstruction, truth: Truth, assignments: Mapping[str, list[int]], aids: Aids
     ) -> dict[str, Tensor]:
-        """Returns answered `rows`, `truth_rows`, and the truth's `members`, `scored`, `classes`."""
+        """Returns `rows`, `truth_rows` if answered, and the true `members`, `scored`, `classes`."""
         tensors = truth.tensors()
         kept: dict[str, Tensor] = {
             name: tensors[name] for name in ("members", "scored", "classes") if name in tensors

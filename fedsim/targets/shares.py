@@ -141,7 +141,7 @@ class ClientClassShares(_ClientMeans):
     )
 
     def check(self, answer: Tensor, truth: Truth) -> None:
-        """Raises a ScoringError unless `answer` is (n, K) as the truth, and each row sums to 1."""
+        """Raises a ScoringError unless `answer` is (n, K) as the truth, >= 0, and rows sum to 1."""
         super().check(answer, truth)
         # Zeros would else be nearer to uneven clients than any answer that knows nothing.
         if not _are_distributions(answer):
