@@ -30,7 +30,7 @@ class Setting:
     device: str
     granted: Grant
     guesser: scoring.Guesser | scoring.RowGuesser | None
-    """Zero-information guesser of batches; None for a closed-form learner."""
+    """Guesser of batches that sees no update; None for a closed-form learner."""
     lpips_backbone: scoring.Backbone
     lpips_weights: str | None
     """Path of the backbone's weights; None for those in torchvision's cache, if any."""
@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def aids(self) -> Aids:
-        """Each target's `part` -> what it prepared for scores; made anew, slowly, at an access."""
+        """Each target's `part` -> what it prepared for scores; slowly made anew at each access."""
         return scoring.prepare(
             Resources(
                 guesser=self.guesser,
@@ -60,7 +60,7 @@ class Job:
     attack: str
     """Registered name of the attack."""
     label: str
-    """What tells the attack from others of the run; its name, unless the scenario gives a label."""
+    """Label of the attack in the run; its name, unless the scenario gives one."""
     parameters: dict[str, object]
     restarts: int
     blind: bool = False
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def plugin(self) -> Attack[AttackState]:
-        """The attack with its parameters, made at each access; errors are those of `create`."""
+        """The attack with its parameters, made anew at each access; errors are as of `create`."""
         return create(self.attack, self.parameters)
 
     @property
@@ -87,12 +87,13 @@ class Job:
 class Result:
     """Holds the outcome of a job: the parts of its row that do not depend on the rest of the run.
 
-    `observation` is without tensors, and `seed` that of the attack. `reason` is None if `status` is
-    ok.
+    `reason` is None if `status` is ok.
     """
 
     observation: Observation
+    """What was attacked, by `score_answer` without its tensors."""
     seed: int
+    """Seed of the attack; that of the observation if there was none."""
     status: Status
     reason: str | None
     metrics: dict[str, float | None]
@@ -106,13 +107,14 @@ class Result:
     stages: int | None = None
     """Number of stages that the attack cut the model's body into; None if it cuts none."""
     baseline: dict[str, Any]
-    """Row of the zero-information guess, see `scoring.score_guess`."""
+    """How a guess without the update scores, as `scoring.score_guess` returns it."""
     victims: list[str] | None = None
-    """Digest of each true image or row that took part; None if there was no attack."""
+    """Digest, 16 hexadecimal digits, of each true image or row that took part, in the order of the
+    truth; None if there was no attack."""
     tensor_bound: TensorBound | None = None
-    """What theory predicts of the attack's error; None if there is no theory of this attack."""
+    """What theory predicts of the attack's error; None if it does not follow `tensor_rate`."""
     chances: dict[str, GuessChances] = field(default_factory=dict)
-    """Metric -> how likely a guess reaches each level of it; empty without noise on the update."""
+    """Metric -> how likely a guess reaches each level of it, see `scoring.measure_chances`."""
     cost: dict[str, float | int | None]
     """Fields that the function `cost` returns."""
     local_losses: tuple[float, float] | None = None
@@ -127,7 +129,7 @@ def asked_about(
 
     `recorded` has to be ordered by round, and the order stays. Attacks that join rounds are asked
     once of each watcher and client, at its last recorded update; about sources, once of each
-    watcher for all clients. Others are asked about each.
+    watcher for all clients. Other attacks are asked about each, and all attacks about each release.
     """
 
     def watcher(seen: Observation) -> tuple[str, int | None]:
@@ -144,19 +146,17 @@ def asked_about(
 
 
 def add_all_sources(truth: Truth, root: Path, path: Path, observation: Observation) -> Truth:
-    """Returns `truth` with the records of all clients that the watcher of a recording saw.
+    """Returns a copy of `truth` with the records of all clients that the recording's watcher saw.
 
-    Records are the examples of which source attacks are asked whose they are. `truth` comes back as
-    it is if no candidates were set aside.
+    Records are the examples of which source attacks are asked whose they are, see `add_sources`.
+    `truth` itself comes back if no candidates were set aside. A FedsimError says that the truth of
+    one of those clients is damaged.
 
     Args:
         truth: Truth of the recording.
         root: The run's folder.
         path: Path of the recording's JSON file.
         observation: The recording.
-
-    Raises:
-        FedsimError: the truth of one of those clients is damaged.
     """
     seen = paths_beside(path, observation)
     ids = [f"{each.parents[1].name}/{each.parent.name}/{each.stem}" for each in seen]
@@ -164,7 +164,7 @@ def add_all_sources(truth: Truth, root: Path, path: Path, observation: Observati
 
 
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
-    """Returns the file of the reconstruction by attack `label`; a FedsimError for an unsafe id."""
+    """Returns the path of the reconstruction by attack `label`; a FedsimError for an unsafe id."""
     stack, _, rest = checked_id(observation_id).partition("/")
     return root / "reconstructions" / stack / label / f"{rest}.safetensors"
 
@@ -182,8 +182,11 @@ def seed_of(observation: Observation, attack: str) -> int:
 
 
 def hide_defenses(observation: Observation) -> Observation:
-    """Returns the observation declared as undefended, but for an altered model; tensors stay."""
-    # An altered model stays, since the attacker has its code and weights; so do local steps.
+    """Returns the observation declared as undefended; tensors stay.
+
+    An altered model and the local training, but for dropout, stay declared.
+    """
+    # The attacker has the altered model's code and weights.
     spec = observation.spec
     if isinstance(spec, ReleaseSpec):
         spec = replace(spec, sigma=0.0, statistics={})
@@ -207,7 +210,7 @@ def score_answer(
     Args:
         job: The attack on its observation.
         answer: The answer, or the reason of the failure.
-        bound: What theory predicts of the error; None if it says nothing of this attack.
+        bound: What theory predicts of the error, for `Result.tensor_bound`.
         setting: What all jobs of the run share.
         aids: `setting.aids`, made once in a process.
     """
@@ -262,7 +265,8 @@ def cost(solution: Solution | None, seconds: float = 0.0) -> dict[str, float | i
     """Returns what an attack cost, over all its restarts, as fields of a row.
 
     They are `seconds`, `iterations`, `iterations_per_second` (None without iterations) and
-    `peak_memory_bytes`. A failure (None) took `seconds`, and its other fields are None.
+    `peak_memory_bytes`. The argument `seconds` counts for a failure (None) alone, whose other
+    fields are None.
     """
     if solution is None:
         cells = ("iterations", "iterations_per_second", "peak_memory_bytes")
@@ -277,7 +281,7 @@ def cost(solution: Solution | None, seconds: float = 0.0) -> dict[str, float | i
 
 
 def result_without_attack(observation: Observation, status: Status, reason: str) -> Result:
-    """Returns a result of that `status` and `reason` without an attack: every metric is None."""
+    """Returns a result without an attack: metrics, also of its guess, are None, seconds 0."""
     nothing = scoring.no_metrics()
     return Result(
         observation=observation,
@@ -291,5 +295,5 @@ def result_without_attack(observation: Observation, status: Status, reason: str)
 
 
 def without_tensors(observation: Observation) -> Observation:
-    """Returns the observation with its four mappings of tensors empty."""
+    """Returns the observation with its four mappings of tensors empty, so without a device."""
     return replace(observation, update={}, buffers_update={}, parameters={}, buffers={})

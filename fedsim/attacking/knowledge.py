@@ -30,10 +30,9 @@ from fedsim.types import FedsimError, Observation, Reconstruction, RowTruth, Tru
 
 
 def load_granted(root: Path | None, granted: Grant) -> Public:
-    """Loads the public data that are `granted` from the run in `root`.
+    """Loads the public data that are `granted` from the run in `root`; nothing if none are.
 
-    A FedsimError says that it has none, or that `root` is None. If no public data are granted,
-    nothing is loaded.
+    A FedsimError says that the run has none, that they are damaged, or that `root` is None.
     """
     if granted.public == "none":
         return Public()
@@ -47,10 +46,10 @@ def load_granted(root: Path | None, granted: Grant) -> Public:
 def load_earlier(
     attack: Attack[AttackState], path: Path, observation: Observation
 ) -> tuple[Observation, ...]:
-    """Loads what the watcher of the recording at `path` saw up to its round, on the CPU.
+    """Loads what the watcher of the recording at `path` saw of training up to its round.
 
-    Recordings are by round and client, this one included. Empty for an attack that does not join
-    rounds, and for a release of rows. A damaged recording is a FedsimError.
+    Recordings are on the CPU, by round and client, this one included. Empty for an attack that does
+    not join rounds, and for a release of rows. A damaged recording is a FedsimError.
     """
     if not attack.joins_rounds or observation.payload != "update":
         return ()
@@ -63,7 +62,8 @@ def hand_over(
     """Returns the observation as the threat model shows it, and what is handed over beside it.
 
     The client's new batch-norm buffers are withheld below `bn: inferred`. Candidates, records and
-    earlier rounds are not among the knowledge: `questions` adds them.
+    earlier rounds are not among the knowledge: `questions` adds them. Tensors of the truth are
+    copies.
 
     Args:
         observation: The recording.
@@ -97,8 +97,7 @@ def hand_over(
 
 def _withhold(observation: Observation, granted: Grant) -> Observation:
     if granted.bn in ("none", "running"):
-        # new = (1 - m) old + m batch, with the public momentum m: new buffers give the batch's
-        # away.
+        # new = (1 - m) old + m batch with public momentum m: new buffers give the batch's away.
         return replace(observation, buffers_update={})
     return observation
 
@@ -123,7 +122,6 @@ def hand_over_candidates(
 
 
 def _hand_over_records(truth: Truth | None, seen: tuple[Observation, ...]) -> SourceRecords | None:
-    """Returns the records whose client is asked for; `truth` is that of `add_sources`."""
     secret = truth.tensors() if truth else {}
     if types.SOURCE_INPUTS not in secret:
         return None
@@ -154,13 +152,13 @@ def hand_over_row(
         asked: Whether the attack is asked if the row took part, and not to recover it.
         exchanged: Stream for a row that is `asked` about and did not take part: it draws another
             one of its client to withhold, so that their number tells nothing. None withholds none.
+            Without granted rows it is not used.
     """
     others: tuple[Tensor, ...] = ()
     if granted.rows == "others":
         kept = truth.members.clone()
         kept[target] = False
-        # The release shows its count n: n - 1 others would tell that the target took part, and n
-        # that it did not. So one of them is withheld.
+        # The release shows its count n: n others would tell that the target did not take part.
         if asked and exchanged and not bool(truth.members[target]):
             own = (kept & (truth.clients == truth.clients[target])).nonzero().flatten()
             if len(own):
@@ -177,7 +175,6 @@ def hand_over_row(
 
 def _batch_statistics(observation: Observation, truth: Truth) -> dict[str, Tensor]:
     """Returns `Knowledge.exact_bn`: statistics under the global weights, in train mode."""
-    # No attacker has these of all the victim's images, though some papers assume it.
     model = rebuild(observation).train()
     found: dict[str, Tensor] = {}
 
@@ -212,8 +209,8 @@ def questions(
 ) -> Iterator[Question]:
     """Yields the questions to `attack` about `observation`, with the knowledge that is granted.
 
-    Images are one question. Rows are a question each: every row that took part or, for an attack
-    that is asked of candidates, every row that could have.
+    An update is one question. Rows of a release are a question each, in their order: every row that
+    took part or, for an attack that is asked of candidates, every row that could have.
 
     Args:
         attack: The attack.
@@ -221,8 +218,8 @@ def questions(
         truth: What clients really used; None if it is not known, which rows do not allow.
         granted: What the threat model grants.
         seed: Seed of the attack.
-        public: Public data of the observation's run; None: none.
-        restarts: Number of starting points of each question.
+        public: Public data of the observation's run; None: none. Not used for rows.
+        restarts: Number of starting points of each question, at least 1.
         seen: Recordings of the same watcher up to this round; empty: it saw this one alone.
 
     Raises:
@@ -248,11 +245,11 @@ def questions(
 
 
 def join_solutions(found: Sequence[Solution]) -> Solution:
-    """Joins the answers to all `questions`, in their order, into one.
+    """Joins the answers to all `questions`, in their order, into one; AttackFailed if none.
 
-    Parts that all answers have are concatenated. The loss is the mean of the answers'; iterations
-    and seconds are sums, and memory is the largest. All else is that of the first answer. An empty
-    sequence is an AttackFailed.
+    A single answer is returned itself. Of several, parts that all have are concatenated. The loss
+    is the mean of theirs, iterations and seconds are sums, and memory is the largest. `restart` and
+    `losses` are the first one's. Certificates, `features_by` and `stages` are left out.
     """
     if not found:
         raise AttackFailed("no row took part in this release, so that there is none to recover")
@@ -260,7 +257,6 @@ def join_solutions(found: Sequence[Solution]) -> Solution:
         return found[0]
     answers = [solution.reconstruction for solution in found]
     parts = [answer.parts() for answer in answers]
-    # A part that one answer lacks cannot be lined up with the targets.
     common = [name for name in parts[0] if all(name in part for part in parts)]
     joined = Reconstruction(
         loss=math.fsum(answer.loss for answer in answers) / len(answers),
@@ -281,9 +277,9 @@ def join_solutions(found: Sequence[Solution]) -> Solution:
 def unanswerable(
     attack: Attack[AttackState], observation: Observation, truth: Truth | None
 ) -> str | None:
-    """Returns why `attack` cannot be asked about `observation` at all; None if it can.
+    """Returns why `attack` cannot be asked about `observation`; None if it can.
 
-    `truth` is what clients really used; None if it is not known.
+    `truth` is what clients really used; None (not known) rules out rows and candidates.
     """
     if reason := unreadable(type(attack).__name__, attack.reads, observation.payload):
         return reason

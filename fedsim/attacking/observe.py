@@ -103,7 +103,10 @@ def observe(
 
 
 class VictimModel:
-    """Takes somebody's model apart once, and makes observations of any number of its updates."""
+    """Takes a model of images apart once, and makes observations of any number of its updates.
+
+    `spec` is the `ModelSpec` of these, which holds for this process alone.
+    """
 
     def __init__(
         self,
@@ -180,8 +183,7 @@ class VictimModel:
                 model's.
         """
         names = self._names
-        # Differences of state dicts have zeros for frozen parameters: only a change contradicts
-        # them.
+        # Differences of state dicts have zeros for frozen parameters: only a change contradicts.
         update = {n: v for n, v in update.items() if n not in self._frozen or bool(v.any())}
         if still := [name for name in update if name in self._frozen]:
             raise FedsimError(
@@ -281,7 +283,6 @@ def _channels(
 
 
 def _name_tensors(update: Iterable[Tensor | None], model: nn.Module) -> Tensors:
-    """Gives tensors the names of the parameters whose order they are in; None is left out."""
     every = dict(model.named_parameters())
     trained = [name for name, p in every.items() if p.requires_grad]
     wanted = (
@@ -330,20 +331,19 @@ def _single(value: Tensor) -> Tensor:
 def own_names(
     tensors: Mapping[str, Tensor], model: nn.Module, what: str, prefix: str = ""
 ) -> dict[str, Tensor]:
-    """Returns tensors by the model's own names; theirs may have a prefix more or less.
+    """Returns tensors, in their order, by the model's own names in its `state_dict`.
 
     Names that are the model's own once `prefix` stands before them, or as they are, are taken so.
     Otherwise a prefix that all names share (`module.`, `base_model.model.`) is taken off, or that
-    of a part of the model is put before them. Tensors are returned as they are if nothing fits.
+    of a part of the model is put before them, or both. So is a missing `default.` (of PEFT) put in.
+    Tensors are returned as they are if nothing fits. A FedsimError says that several prefixes fit,
+    and lead to different names.
 
     Args:
         tensors: Tensors by names.
         model: The model.
         what: Name of `tensors` in messages.
-        prefix: Prefix to try first, with its last dot.
-
-    Raises:
-        FedsimError: several prefixes fit, and lead to different names.
+        prefix: Prefix to try first, with its last dot; empty: none.
     """
     own = dict(model.state_dict())
     short = {name.replace(".default.", "."): name for name in own}
@@ -356,8 +356,7 @@ def own_names(
             return None
         found = {short.get(names[n], names[n]): value for n, value in tensors.items()}
         fit = all(getattr(v, "shape", None) == own[name].shape for name, v in found.items())
-        # A prefix that is guessed has to fit in shapes as well; as given, `_check` names a wrong
-        # shape.
+        # A guessed prefix has to fit in shapes as well; of given names `_check` tells a wrong one.
         return found if fit or not (off or on) else None
 
     for on in dict.fromkeys((prefix, "")):
@@ -376,13 +375,11 @@ def own_names(
             f"{what}: names may be those of several parts of the model ({listed}): give them the "
             "model's own names"
         )
-    # Where nothing fits, the names stay as they are, and the check that follows says which is
-    # wrong.
+    # Where nothing fits, the names stay, and the check that follows says which is wrong.
     return next((found for _, found in ways.values()), dict(tensors))
 
 
 def _prefixes(names: Sequence[str]) -> list[str]:
-    """Lists the dotted prefixes that all `names` have in common, each with its last dot."""
     first = names[0] if names else ""
     dotted = [first[: end + 1] for end, each in enumerate(first) if each == "."]
     return [each for each in dotted if all(name.startswith(each) for name in names)]

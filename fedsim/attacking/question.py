@@ -23,7 +23,7 @@ from fedsim.types import FedsimError, Observation, Reconstruction
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Asks one attack about an observation, or a row of it, from `restarts` starting points."""
+    """Asks an attack about an observation, or a row of it, from `restarts` >= 1 starting points."""
 
     attack: Attack[AttackState]
     observation: Observation
@@ -79,8 +79,10 @@ class Surroundings:
 
 
 def pack_questions(questions: Sequence[Question]) -> bytes:
-    """Pickles questions on one observation object for `answer_packed`; a ValueError for several."""
-    # Unpacking fails unless all questions share one observation object, as the packed form says.
+    """Pickles questions for `answer_packed`, without public data, which a worker has.
+
+    A ValueError says that they do not all have one and the same observation object.
+    """
     (observation,) = {id(each.observation): each.observation for each in questions}.values()
     rest = []
     for each in questions:
@@ -96,10 +98,10 @@ def unpack_answers(answers: bytes) -> list[AttackAnswer]:
 
 
 def answer_packed(index: int, questions: bytes) -> bytes:
-    """Answers what `pack_questions` packed, up to the first failure, as `unpack_answers` reads it.
+    """Answers what `pack_questions` packed, up to the first failure, for `unpack_answers`.
 
-    It runs in a worker that `processes.pool` started with `Surroundings`, and tells (`index`,
-    progress).
+    It runs in a worker that `processes.pool` started with `Surroundings`, and puts (`index`,
+    progress) into the pool's queue. `index` is the caller's name for the job.
     """
     around = _surroundings()
     observation, rest = pickle.loads(questions)  # noqa: S301 - this process's parent wrote it
@@ -127,7 +129,6 @@ def answer_packed(index: int, questions: bytes) -> bytes:
             reason = reason_of(error)
         seconds = time.perf_counter() - started
         answers.append(AttackAnswer(solution=solution, reason=reason, seconds=seconds))
-        # The first failure is that of the whole job, so that what follows is not asked.
         if solution is None:
             break
     return pickle.dumps(answers)
@@ -154,7 +155,6 @@ def on_cpu(found: Reconstruction) -> Reconstruction:
 
 @cache
 def _surroundings() -> Surroundings:
-    """Returns what a worker was started with; the first call fixes its threads and its models."""
     around: Surroundings = processes.get_shared()
     threads.fix(around.threads)
     live.adopt(around.models)

@@ -55,14 +55,14 @@ def attack(
         parameters: The attack's hyper-parameters; others are at their defaults.
         restarts: Number of starting points, at least 1; the one with the least own loss is kept.
         grant: Knowledge that the threat model grants, as `knowledge` in a scenario.
-        seed: Seed of the attack; None: that of an attack of this name in the recorded run.
+        seed: Seed of the attack; None: that of an attack labelled `name` in the recorded run.
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
         threads: Number of threads that compute, at least 1; with as many as the recorded run had
-            (`threads` of its scenario), results are the same to the byte.
+            (`threads` of its scenario), results on its machine are the same to the byte.
         truth: What the client really used, as (images, labels): pixels in [0, 1] of shape (N, C, H,
             W), and N integers. Or the run's folder that holds `truth/`, and the public images; for
             a recording given by path it is found by itself. Without truth nothing is scored.
-        on_progress: Called with the attack's progress now and then.
+        on_progress: Called with the attack's progress now and then; None: nothing is.
 
     Returns:
         The reconstruction, and a row. The row has the id of the `observation`, the resolved
@@ -162,12 +162,11 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
     the client's training and defense. Noise makes it larger, and all that attacks do not model,
     such as the order of images in several steps.
 
-    None stands for no truth of images, several clients, batches that vary in size, an update of 0,
-    or a simulation that diverges.
+    None stands for no truth of images, several clients, batches that vary in size or were not all
+    recorded, an update of 0, or a simulation that diverges.
     """
     training = observation.training
     parts = training.distinct_batches
-    # With several clients, or drawn batch sizes, the truth does not say what made which step.
     several = observation.num_clients > 1 or training.sampling != "without_replacement"
     known = truth.tensors() if truth else {}
     if "images" not in known or several or len(known["images"]) % parts:

@@ -1,7 +1,4 @@
-"""Runs the attack stage: every (observation, attack) is a job.
-
-This process takes out of the truth what is granted, and workers are handed questions alone.
-"""
+"""Runs the attack stage: every (observation, attack) is a job. Workers get no truth."""
 
 from __future__ import annotations
 
@@ -55,10 +52,13 @@ from fedsim.types import Observation, RunFailed
 
 
 class Workers:
-    """Starts the processes of an attack stage at its first jobs; they end with its `with` block."""
+    """Starts the processes of an attack stage at its first jobs; they end with its `with` block.
+
+    They keep the `Setting` of the first jobs: later ones may only be of another `root`.
+    """
 
     def __init__(self, count: int) -> None:
-        """Prepares `count` >= 1 processes that attack, and one that scores for every four."""
+        """Prepares `count` >= 1 processes that attack, and one that scores for every full four."""
         self.count = count
         self._running = ExitStack()
         self._attackers: Executor | None = None
@@ -67,15 +67,14 @@ class Workers:
         self._aids: Aids
 
     def __enter__(self) -> Workers:
-        """Begins the block; no process starts before there are jobs."""
+        """Begins the block, in which `run_jobs` starts the processes."""
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Ends the processes; those at work end at once if there is an error."""
+        """Ends the processes: by an error at once, else when they have done what they work on."""
         self._running.__exit__(*error)
 
     def _start(self, setting: Setting, around: Surroundings) -> None:
-        """Starts the processes within the block, if they are not there yet."""
         if self._attackers is not None:
             return
         pool = processes.pool(self.count, around)
@@ -108,7 +107,6 @@ class Workers:
     def _report_news(
         self, jobs: Sequence[Job], on_progress: Callable[[Job, Progress], None]
     ) -> None:
-        """Calls `on_progress` with each job and progress that attacks told since the last call."""
         while True:
             try:
                 index, progress = self._news.get_nowait()
@@ -129,19 +127,20 @@ def run_jobs(
     on_progress: Callable[[Job, Progress], None],
     on_result: Callable[[Job, Result], None],
 ) -> None:
-    """Runs and scores attacks, and writes their reconstructions.
+    """Runs and scores attacks, writes their reconstructions, and returns when all are done.
 
     Args:
         jobs: The attacks, each on one observation.
         setting: What they share.
         workers: Processes of the stage, within their block.
-        on_progress: Called with a job and its progress now and then.
-        on_result: Called with each job and its result, in the order in which they end.
+        on_progress: Called with a job and its progress now and then, in this process.
+        on_result: Called so with each job and its result, in the order in which they end.
 
     Raises:
         RunFailed: a worker process died.
-        FedsimError: a recording, its truth or granted public data are missing or damaged, or an
-            attack cannot be made. Truth of too few clients is a failed result.
+        FedsimError: a recording, its truth or granted public data are missing or damaged. Truth of
+            too few clients is a failed result, and so is an attack's failure.
+        PluginError, ValidationError: an attack cannot be made, see `create`.
     """
     if setting.device.startswith("cuda"):
         torch.cuda.empty_cache()  # what this process trained with is the attacks' now
@@ -182,8 +181,7 @@ def run_jobs(
                 done, _ = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
                 workers._report_news(jobs, on_progress)
                 for future in done:
-                    # A future carries what follows on its result: `take` for answers, `on_result`
-                    # for scores.
+                    # `take` follows on answers, `on_result` on scores.
                     pending.pop(future)(future.result())
     except BrokenProcessPool as error:
         raise RunFailed(
@@ -202,7 +200,6 @@ _AT_ONCE = 16
 def _scorable(
     jobs: Sequence[Job], setting: Setting, public: Public, on_result: Callable[[Job, Result], None]
 ) -> Iterator[_AskedJob]:
-    """Yields jobs to ask about, and reports those whose truth is incomplete as failed."""
     for index, job in enumerate(jobs):
         try:
             yield _AskedJob(index, job, setting, public)
@@ -215,7 +212,6 @@ class _AskedJob:
     """Keeps track of a job whose questions are being asked and answered."""
 
     def __init__(self, index: int, job: Job, setting: Setting, public: Public) -> None:
-        """Loads the observation and its truth; raises IncompleteTruth if nobody could score it."""
         self.index, self.job = index, job
         observation = load_observation(job.observation)
         truth = load_truth(setting.root, observation.id, observation.num_clients)
@@ -259,7 +255,6 @@ class _AskedJob:
         return pack_questions(questions)
 
     def take(self, number: int, answers: list[AttackAnswer]) -> None:
-        """Notes the `answers` to the packed questions of that `number`, counted from 1."""
         self._answers[number] = answers
         self._failed |= answers[-1].solution is None
 
@@ -291,8 +286,7 @@ def _score_packed(root: Path, job: Job, packed: bytes, bound: TensorBound | None
 
 @cache
 def _shared_setting() -> tuple[Setting, Aids]:
-    """Returns what a worker that scores was started with, made ready before its first job."""
-    # `setting.aids` takes long to make (`Setting.aids`): each worker makes it once.
+    # `setting.aids` takes long to make: each worker makes it once.
     setting: Setting = processes.get_shared()
     threads.fix(setting.threads)
     return setting, setting.aids
