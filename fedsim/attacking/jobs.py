@@ -53,12 +53,11 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Names one attack, from `restarts` >= 1 starting points, and the observation that it is on."""
+    """Names an `attack`, from `restarts` >= 1 starting points, and the observation it is on."""
 
     observation: Path
     """Path of the observation's JSON file."""
     attack: str
-    """Registered name of the attack."""
     label: str
     """Label of the attack in the run; its name, unless the scenario gives one."""
     parameters: dict[str, object]
@@ -149,14 +148,9 @@ def add_all_sources(truth: Truth, root: Path, path: Path, observation: Observati
     """Returns a copy of `truth` with the records of all clients that the recording's watcher saw.
 
     Records are the examples of which source attacks are asked whose they are, see `add_sources`.
-    `truth` itself comes back if no candidates were set aside. A FedsimError says that the truth of
+    `truth` itself comes back if no candidates were set aside. `root` is the run's folder, `path`
+    the JSON file of `observation`, and `truth` is its truth. A FedsimError says that the truth of
     one of those clients is damaged.
-
-    Args:
-        truth: Truth of the recording.
-        root: The run's folder.
-        path: Path of the recording's JSON file.
-        observation: The recording.
     """
     seen = paths_beside(path, observation)
     ids = [f"{each.parents[1].name}/{each.parent.name}/{each.stem}" for each in seen]
@@ -219,7 +213,6 @@ def score_answer(
     truth = load_truth(setting.root, observation.id, observation.num_clients)
     solution, reason = answer.solution, answer.reason
     found = solution.reconstruction if solution else None
-    # Rows of failures have every metric too, each without a value.
     metrics, per_image = scoring.no_metrics(), {}
     certificate = None
     if found is not None:

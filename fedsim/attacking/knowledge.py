@@ -62,17 +62,14 @@ def hand_over(
     """Returns the observation as the threat model shows it, and what is handed over beside it.
 
     The client's new batch-norm buffers are withheld below `bn: inferred`. Candidates, records and
-    earlier rounds are not among the knowledge: `questions` adds them. Tensors of the truth are
-    copies.
+    earlier rounds are not among the knowledge: `questions` adds them. A ValueError says that what
+    is granted takes the truth or public images, which are not there.
 
     Args:
         observation: The recording.
         truth: What clients really used; None if it is not known.
         granted: What the threat model grants.
         public: Public data of the recording's run; None: none.
-
-    Raises:
-        ValueError: what is granted takes the truth or public images, which are not there.
     """
     if truth is None and (secrets := granted.from_truth()):
         raise ValueError(f"{' and '.join(secrets)} can only be granted with the truth")
@@ -223,7 +220,7 @@ def questions(
         seen: Recordings of the same watcher up to this round; empty: it saw this one alone.
 
     Raises:
-        AttackFailed: at the first question, if there is a reason that `unanswerable` tells.
+        AttackFailed: at the first question, if `unanswerable` tells a reason.
         ValueError: at the first question, too, as of `hand_over`.
     """
     if reason := unanswerable(attack, observation, truth):

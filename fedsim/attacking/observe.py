@@ -27,7 +27,6 @@ from fedsim.words import nearest, number_of
 
 _LOCAL = ("steps", "lr", "momentum", "batches")
 _NAMED = 3
-"""Maximum number of parameters that a message names."""
 RANDOM = (
     "model: it draws random numbers in training mode beside dropout; attacks take one draw for "
     "all, which is not the client's"
@@ -89,7 +88,6 @@ def observe(
     )
     named = update if isinstance(update, Mapping) else _name_tensors(update, model)
     named = own_names(named, model, "update")
-    # A difference of state dicts holds that of batch norm's statistics as well.
     statistics = dict(model.named_buffers())
     gradient = {name: value for name, value in named.items() if name not in statistics}
     moved = {name: value for name, value in named.items() if name in statistics}
@@ -149,7 +147,6 @@ class VictimModel:
         """Clause for messages: a frozen parameter that is assumed to be right; empty if none."""
         self._statistics: Tensors = dict(model.named_buffers())
         state = apart.state_dict(keep_vars=False)
-        # Copied, since the caller may go on training the model.
         self._held = {
             name: state[new].detach().clone() for name, new in self._names.items() if new in state
         }

@@ -73,7 +73,6 @@ class Surroundings:
     device: str
     threads: int
     public: Public
-    """Public data that every attack is granted."""
     models: Mapping[str, Classifier] = field(default_factory=dict)
     """Models that no plugin builds, by the names that observations have for them."""
 

@@ -125,7 +125,6 @@ def _find(
     if not isinstance(observation, Observation):
         path = Path(observation)
         observation = files.load_observation(path, resolve_device(device))
-        # A recording in a run's folder has its truth and its public images there.
         root = root or files.root_of(path)
     if isinstance(truth, tuple):
         images, labels = checked_examples(

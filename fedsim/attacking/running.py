@@ -116,7 +116,6 @@ class Workers:
 
 
 _ATTACKERS_OF_A_SCORER = 4
-"""Number of processes that attack for each process that scores."""
 
 
 def run_jobs(
@@ -238,7 +237,6 @@ class _AskedJob:
         self._reason: str | None = None
         self._failed, self._asking = False, True
         self.sent = 0
-        """Number of loads of questions sent so far."""
 
     def next(self) -> bytes | None:
         """Returns the next packed questions; None if none are left, or if the job has failed."""
@@ -293,7 +291,6 @@ def _shared_setting() -> tuple[Setting, Aids]:
 
 
 def _observed_rate(observation: Observation) -> float | None:
-    """Returns theory's error rate of attacks on an observation (`tensor_rate`); None if unknown."""
     head = observation.model.parameters.get("head")
     seen = observation.update.get("head.output.weight")
     variance = update_noise(observation)
@@ -322,7 +319,6 @@ def _observed_rate(observation: Observation) -> float | None:
 
 
 def _observed_bound(observation: Observation) -> TensorBound:
-    """Returns the paper's bound of the error of attacks on an observation (`tensor_bound`)."""
     head, effect = observation.model.parameters.get("head"), observation.effect
     if not head or "head.output.weight" not in observation.update:
         return TensorBound(reason="the model has no two-layer head")

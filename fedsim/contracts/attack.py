@@ -278,15 +278,14 @@ def solve(
 
 
 _EVERY = 0.25
-"""Least number of seconds between two calls of a function that shows progress."""
+"""Least number of seconds between two calls of `progress`."""
 
 
 def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[AttackState]:
     """Makes the attack registered as `name`, with `parameters` and the defaults of all others.
 
-    Raises:
-        PluginError: `name` is not installed, cannot be imported, or is no attack.
-        ValidationError: a parameter is unknown, missing or out of its range.
+    A PluginError says that `name` is not installed, cannot be imported, or is no attack. Pydantic's
+    ValidationError says that a parameter is unknown, missing or out of its range.
     """
     cls = plugins.load("fedsim.attacks", name)
     if not issubclass(cls, Attack):

@@ -21,8 +21,7 @@ from fedsim.rng import uniform as uniform
 from fedsim.types import UNKNOWN, Effect, LocalTraining, ModelSpec, Tensors, Update
 
 LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
-"""(parameters, normalized images (B, C, H, W) or rows (B, D), labels) -> mean loss, 0-d. Labels are
-(B,) int64 or (B, K) probabilities."""
+"""Function as described in `LocalStep.loss`."""
 
 FeaturesFn = Callable[[Tensors, Tensor], Tensor]
 """(parameters, normalized images) -> what enters the classifier (B, d). Differentiable in both."""
@@ -38,8 +37,9 @@ class LocalStep:
     model: nn.Module
     """Network whose layers have the names of the parameters; its own weights mean nothing."""
     loss: LossFn
-    """(parameters, normalized images (B, C, H, W), labels) -> mean loss, 0-d. Labels are (B,) int64
-    or (B, K) probabilities. In train mode each call moves the client's batch-norm statistics."""
+    """(parameters, normalized images (B, C, H, W) or rows (B, D), labels) -> mean loss, 0-d. Labels
+    are (B,) int64 or (B, K) probabilities. In train mode each call moves the client's batch-norm
+    statistics."""
     features: FeaturesFn
     """(parameters, normalized images) -> inputs of the classifier (B, d)."""
     gradient: GradientFn
@@ -176,8 +176,7 @@ class UpdateDefense(Plugin):
     def public_parameters(self, before: Guarantee) -> Mapping[str, float]:
         """Returns parameters that follow from declared ones and `before`; none by default.
 
-        They are as public as those, and replace them in observations. `before` is proven of the
-        update that enters.
+        They replace those in observations. `before` is proven of the update that enters.
         """
         return {}
 
@@ -384,8 +383,7 @@ class MaskedAggregation(NoisyAggregation):
     """Base of aggregations by a protocol in which the server sees masked vectors and their sum.
 
     The federation runs the protocol (`fedsim.federation.secure_aggregation`). `combine` and
-    `add_noise` are what it comes to: the ideal functionality, with a trusted party in place of
-    masks.
+    `add_noise` compute what it comes to, without masks.
     """
 
     @abstractmethod

@@ -89,8 +89,7 @@ class Grant(BaseModel):
             from_truth="others",
         ),
     ] = "none"
-    """Rows of a closed-form release. `others`: the attacker knows every row that took part but the
-    one that it is after, as the informed adversary of differential privacy does."""
+    """Rows of a closed-form release. `others`: every row that took part but the one asked for."""
     public: Annotated[
         Literal["none", "test"],
         Meaning(
@@ -155,7 +154,6 @@ class Grant(BaseModel):
         return [
             f"{name}={getattr(self, name)}"
             for name, meaning in self.meanings().items()
-            # At `most` an honest server is still honest; only what is above it counts.
             if getattr(self, name) != (most := meaning.honest or values[name][0])
             and self._reaches(name, most)
         ]

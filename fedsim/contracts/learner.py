@@ -1,7 +1,4 @@
-"""Defines data sources, learners (what a client computes, and the server makes of it) and engines.
-
-All state is handed in and returned.
-"""
+"""Defines data sources, learners (what a client computes, and what the server does), engines."""
 
 from __future__ import annotations
 

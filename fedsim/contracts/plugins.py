@@ -122,9 +122,8 @@ def names(group: str) -> tuple[str, ...]:
 def load(group: str, name: str) -> type[Plugin]:
     """Loads the class registered as `name` in `group`, such as `fedsim.attacks`.
 
-    Raises:
-        PluginError: there is no such group or name, or two packages claim it; it cannot be
-            imported, or is no concrete subclass of `Plugin`.
+    A PluginError says that there is no such group or name, that two packages claim it, or that it
+    cannot be imported or is no concrete subclass of `Plugin`.
     """
     kind = group.removeprefix("fedsim.")
     points = _points(group).get(name, ())
@@ -141,7 +140,6 @@ def load(group: str, name: str) -> type[Plugin]:
         )
     (point,) = points
     try:
-        # A plugin's import runs code of a third party; what it raises must stop this plugin alone.
         cls = point.load()
     except (Exception, SystemExit) as error:  # a third party's import may raise anything
         raise PluginError(
@@ -242,7 +240,6 @@ def parameters(cls: type[BaseModel]) -> tuple[Parameter, ...]:
 def _type(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     item = _follow_reference(item, definitions)
     if "anyOf" in item:
-        # Several members of a union may have one type, which is named once.
         return " or ".join(dict.fromkeys(_type(one, definitions) for one in item["anyOf"]))
     if "type" in item:
         kind = str(item["type"])

@@ -80,16 +80,11 @@ class Stack:
     def private(
         self, statistic: Statistic, value: Tensor, release: Release, rng: torch.Generator
     ) -> Tensor:
-        """Returns a client's statistic made private, or `value` itself if nothing acts on it.
+        """Returns a client's `statistic` made private, or `value` itself if nothing acts on it.
 
-        Args:
-            statistic: Name of the statistic.
-            value: Features (n, d) or kernel matrix (n, n), which is not changed.
-            release: Release that is computed from it.
-            rng: Stream of the defenses, on the CPU.
-
-        Raises:
-            FedsimError: the defense cannot keep to its claim.
+        `value` is features (n, d) or a kernel matrix (n, n), and is not changed; `release` is
+        computed from it. `rng` is on the CPU. A FedsimError says that the defense cannot keep to
+        its claim.
         """
         for defense in self.statistic_defenses:
             if defense.statistic == statistic:
@@ -232,7 +227,6 @@ class Stack:
                     "release from, and this one releases nothing of the kind; choose learner ntk, "
                     "or drop it"
                 )
-        # Each defense has found its statistic, of which there is none without a release.
         assert release is not None
         parts = {d.statistic: d.guarantee(release) for d in self.statistic_defenses}
         bare = [statistic for statistic in known if statistic not in parts]
@@ -292,10 +286,8 @@ _TRAINING = "training."
 def chain(*defenses: Defense) -> Stack:
     """Composes `defenses` in written order; `chain()` is the identity.
 
-    Raises:
-        FedsimError: an aggregation defense that is not the last, or a second one; a data defense
-            that is not the first, or a second one; a second defense of a statistic, or one behind
-            an update defense.
+    A FedsimError refuses an aggregation defense that is not the last, a data defense that is not
+    the first, a second defense of a statistic, or one behind an update defense.
     """
     # Only these orders are proven: each defense acts on what the ones before it have made.
     acted: set[Statistic] = set()

@@ -115,7 +115,6 @@ class Target(Plugin):
     noun: ClassVar[str]
     """Its noun in sentences, in the plural: `images`."""
     singular: ClassVar[str]
-    """The noun in the singular: `image`."""
     metrics: ClassVar[tuple[Metric, ...]]
     """Metrics of the target; the first one ranks attacks. If one has its name followed by
     `_beyond_chance`, trials without an interval are judged by that."""
@@ -129,8 +128,7 @@ class Target(Plugin):
     asked_singly: ClassVar[bool] = False
     """Whether attacks are asked about one example at a time, so that trials share examples."""
     of_all_clients: ClassVar[bool] = False
-    """Whether its truth is of all clients that the watcher saw, not only those of the attacked
-    update."""
+    """Whether its truth is of all clients that the watcher saw, not of the attacked update's."""
     pictured: ClassVar[bool] = False
     """Whether answers are pixels, saved as `truth` and `reconstruction`, that a page can show."""
     saved_as: ClassVar[tuple[str, str] | None] = None
@@ -386,8 +384,6 @@ def _metrics() -> Mapping[str, Metric]:
 
 
 class _Metrics(Mapping[str, Metric]):
-    """Maps names to metrics, so that targets are read at the first access."""
-
     def __getitem__(self, name: str) -> Metric:
         return _metrics()[name]
 

@@ -51,7 +51,7 @@ def _change(pixels: Tensor, change: ImageChange) -> Tensor:
 
 
 def _affine(change: ImageChange, height: int, width: int) -> list[list[float]]:
-    """Returns the map from a view's places to the image's, both on [-1, 1] in each direction."""
+    # From a view's places to the image's, both on [-1, 1] in each direction.
     if change.name == "rotate":
         turn = math.radians(change.by)
         cos, sin = math.cos(turn), math.sin(turn)

@@ -77,7 +77,6 @@ def quadratic_form(
         weights: (m, d) of the neurons, as of `kernel`; None for the continuous kernel.
         scale: σ of the continuous kernel; not used with `weights`.
     """
-    # X' diag(α_j) X of each class j, at once.
     weighted = torch.einsum("ij,ia,ib->jab", alpha, train, train)
     if weights is None:
         form = scale**2 * weighted

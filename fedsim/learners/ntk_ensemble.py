@@ -144,8 +144,6 @@ class NTK(Learner):
 
 
 class _KernelRegression(OneRelease):
-    """Regresses on one stack's clients, whatever they release of it."""
-
     def __init__(self, problem: Problem, learner: NTK) -> None:
         assert isinstance(problem.dataset, Dataset)
         self._dataset = problem.dataset

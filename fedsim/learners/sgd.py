@@ -182,7 +182,7 @@ class _SGDTraining(Computation):
         used = batches[:distinct]
         features = losses = None
         if request.recorded:
-            # Chance that the model draws is that of the first step.
+            # The model draws what it drew in the first step.
             with rng.global_stream(trained.seed):
                 parts = [
                     features_of(self.model, parameters, buffers, images, training)
@@ -233,8 +233,7 @@ class Trained:
     seed: int
     """Seed of torch's global stream, from which the model drew."""
     loss: float
-    """Loss of the first batch under the global weights: the sum over its examples, over
-    `batch_size`; 0 for an empty batch."""
+    """Loss of the first batch under the global weights: the examples' sum over `batch_size`."""
 
 
 def train(

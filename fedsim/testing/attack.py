@@ -45,7 +45,6 @@ _LIMIT = 10_000
 """Maximum number of steps of an attack that promises no total."""
 _SEED = 5
 _PUBLIC = 5
-"""Number of images that are granted as public."""
 
 over_sizes = pytest.mark.parametrize("size", _SIZES)
 over_knowledge = pytest.mark.parametrize("most", [False, True], ids=["least", "most"])
@@ -170,7 +169,6 @@ class AttackContract(AnyAttackContract):
     ) -> tuple[Observation, Knowledge]:
         # An attack must not find its own truth among the public images: they follow the used ones.
         images, labels = example_batch(used + _PUBLIC)
-        # A run's public images are uint8, as the data set is.
         public = (images[used:] * 255).round().to(torch.uint8)
         grant = Grant.most() if most else self.make().required()
         return hand_over(observation, truth, grant, Public(images=public, labels=labels[used:]))
@@ -266,7 +264,6 @@ class RowAttackContract(AnyAttackContract):
         )
         attack = self.make()
         grant = Grant.most() if most else attack.required()
-        # A row that took part, so that there is something to recover.
         target = int(truth.members.nonzero()[0])
         return observation, hand_over_row(truth, target, grant, attack.asked_of_candidates)
 

@@ -88,12 +88,8 @@ def local_step(
 ) -> LocalStep:
     """Returns a step of softmax regression, whose features are the flattened images.
 
-    Args:
-        loss: Loss, which need not be that of the model.
-        gradient: Direction so far.
-        batch_size: Divisor of sums over a batch.
-        shape: (C, H, W) of an image.
-        classes: Number of classes.
+    `loss` need not be the model's, and `gradient` is the direction so far. `batch_size` divides
+    sums over a batch. `shape` is (C, H, W) of an image.
     """
     spec = example_spec(shape, classes, hidden=[])
     model = build(spec, seed=0)
@@ -218,8 +214,8 @@ def make_observation(
         weights: All parameters and buffers to start from, else a RuntimeError; None: fresh ones.
 
     Raises:
-        ValueError: the number of images is not what the training needs, several clients' updates
-            are not combined, or a plugin refuses a parameter.
+        ValueError: the number of images does not fit, several clients' updates are not combined, or
+            a plugin refuses a parameter.
         FedsimError: a plugin is unknown, or the defenses do not fit.
     """
     refs = [reference(member) for member in defense]
@@ -247,7 +243,6 @@ def make_observation(
     for client, (x, y) in enumerate(
         zip(images.chunk(num_clients), labels.chunk(num_clients), strict=True)
     ):
-        # As many batches of different images as there are steps, or one for all steps.
         distinct = training.distinct_batches
         batches = list(zip(normalize(x, spec).chunk(distinct), y.chunk(distinct), strict=True))
         features += [features_of(network, parameters, buffers, b, training) for b, _ in batches]
@@ -406,6 +401,8 @@ def make_kernel_release(
 ) -> tuple[Observation, RowTruth]:
     """Returns what a server sees of a kernel regression of images, and the truth.
 
+    It raises as `make_release` does.
+
     Args:
         images: (N, C, H, W) uint8, by client; each has as many.
         labels: (N,) int64, of which the largest is the last class.
@@ -414,10 +411,6 @@ def make_kernel_release(
         defense: Defenses as a scenario lists them, `name` and parameters each.
         num_clients: Number of clients; without an aggregation defense only the first one is seen.
         seed: Seed of the random matrices and the defenses' noise.
-
-    Raises:
-        FedsimError: a plugin is unknown, or learner and defenses do not fit.
-        ValueError: a plugin refuses a parameter.
     """
     stack = build_stack([reference(member) for member in defense])
     channels = images.shape[1]

@@ -231,8 +231,6 @@ def _noise_of(defense: UpdateDefense) -> Tensor:
 
 
 class _Silence(UpdateDefense):
-    """Releases zeros."""
-
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
@@ -369,7 +367,7 @@ class TrainingDefenseContract(PluginContract[TrainingDefense]):
         reach = float((first.double() - second.double()).norm())
         # `noise_multiplier` is in units of C, and an exchange moves the sum by up to 2C.
         sensitivity = reach / (2 if mechanism.relation == "replace_one" else 1)
-        # As above, 30,000 draws; more noise than claimed is no fault.
+        # More noise than claimed is no fault.
         assert noise / sensitivity > 0.98 * mechanism.noise_multiplier
 
 
@@ -640,7 +638,6 @@ class ModelDefenseContract(PluginContract[ModelDefense]):
         assert not self._differs(training=False)
 
     def _differs(self, training: bool) -> bool:
-        """Returns whether logits depend on torch's global stream, and on nothing else."""
         model, (images, _) = self._build().train(training), _images()
         logits = []
         # The first two tell whether all chance is of the stream, the last whether there is any.
