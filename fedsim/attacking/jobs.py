@@ -53,7 +53,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Names an `attack`, from `restarts` >= 1 starting points, and the observation it is on."""
+    """Names a registered `attack`, with `restarts` >= 1 starting points, and its observation."""
 
     observation: Path
     """Path of the observation's JSON file."""
@@ -98,7 +98,7 @@ class Result:
     metrics: dict[str, float | None]
     """Every metric's name -> its value; None where it was not measured."""
     per_image: dict[str, list[float]] = field(default_factory=dict)
-    """Metric -> its value for each true image, in the order of the truth."""
+    """Metric -> its value for each true image, in the order of the truth without missing ones."""
     certificate: scoring.Certificate | None = None
     """The attack's own certificate of its answer, checked by the truth; None if it gives none."""
     features_by: str | None = None

@@ -133,7 +133,7 @@ class Attack(Plugin, Generic[S]):
         """
 
     def total(self) -> int | None:
-        """Returns the number of steps of one restart, for progress; None (default): unknown."""
+        """Returns the most steps of one restart, for progress; None (default): unknown."""
         return None
 
 
@@ -216,7 +216,7 @@ def solve(
     """Runs `attack` from several starting points, and returns the answer of least own loss.
 
     On one machine, the same arguments have the same result but for `seconds` and memory. The answer
-    is on the observation's device. For a GPU, `compute_exactly` changes settings of the process.
+    is on the observation's device. A GPU computes without TF32 in this process from now on.
 
     Args:
         attack: The attack with its parameters.

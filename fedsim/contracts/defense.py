@@ -201,7 +201,8 @@ class TrainingDefense(Plugin):
     def target(self) -> AskedEpsilon | None:
         """ε for which this defense's noise has to be found; None, the default, for declared noise.
 
-        A defense with a target proves an ε of ∞, and gives no direction, until `with_noise`.
+        A defense with a target proves an ε of ∞, and its `gradient` is a FedsimError; only its copy
+        from `with_noise` trains.
         """
         return None
 

@@ -108,7 +108,7 @@ class Grant(BaseModel):
     def meanings(cls, of: str | None = None) -> dict[str, Meaning]:
         """Returns each field's name -> its meaning, of the fields that attacks on `of` can use.
 
-        `of` is `images` or `rows`; None stands for all fields, another word for none.
+        `of` is `images` or `rows`; None stands for all fields.
         """
         # Pydantic keeps what `Annotated` adds to a type, here a `Meaning`, as metadata.
         own = {name: info.metadata[0] for name, info in Grant.model_fields.items()}

@@ -156,8 +156,9 @@ class Computation(ABC):
 
     @abstractmethod
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Computes one client's update of one round; the defenses' draws come from `rng`.
+        """Computes one client's update of one round.
 
+        Draws of defenses and of a model's layers come from `rng`, others from `request.stream`.
         Training asks `Stack.gradient` for the direction of every step. The caller has entered
         `Stack.memory_of`, from which steps go on. A FedsimError says why nothing can be released.
         """

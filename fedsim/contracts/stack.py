@@ -136,7 +136,8 @@ class Stack:
         """Returns the function that gives the direction of a `step`, by all training defenses.
 
         Defenses with a memory use that of the `memory_of` block around this call, or else begin
-        anew. Errors are those of `TrainingDefense.gradient`. From now on `directed` is True.
+        anew. Errors are those of `TrainingDefense.gradient`. With any, `directed` is True from now
+        on.
         """
         for index, defense in enumerate(self.training_defenses):
             # Tells of a learner that trains around its defenses (`federation.refusals`).

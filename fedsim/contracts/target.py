@@ -128,7 +128,7 @@ class Target(Plugin):
     asked_singly: ClassVar[bool] = False
     """Whether attacks are asked about one example at a time, so that trials share examples."""
     of_all_clients: ClassVar[bool] = False
-    """Whether its truth is of all clients that the watcher saw, not of the attacked update's."""
+    """Whether its truth is of all clients that the watcher saw, not only the update's."""
     pictured: ClassVar[bool] = False
     """Whether answers are pixels, saved as `truth` and `reconstruction`, that a page can show."""
     saved_as: ClassVar[tuple[str, str] | None] = None

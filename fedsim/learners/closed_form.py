@@ -135,7 +135,7 @@ class ClosedForm(OneRelease):
             defense.check({client: rows for client, (rows, _) in clients.items()})
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns zeros `release`, float64 and shaped like one, and no buffers."""
+        """Returns parameters, float64 zeros named `release` and shaped like one, and no buffers."""
         return {VALUE: torch.zeros(self._shape, dtype=torch.float64)}, {}
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:

@@ -246,7 +246,7 @@ class SourceAttackContract(CandidateAttackContract):
 
 
 class RowAttackContract(AnyAttackContract):
-    """Tests what `make` returns as an `Attack` on rows: 13 or 14 of each of 1 or 3 clients."""
+    """Tests what `make` returns as an `Attack` on rows: 20 a client, of which 13 or 14 are used."""
 
     learner: ClassVar[str] = "sketch"
     """Name of a registered closed-form learner whose releases the method reads."""

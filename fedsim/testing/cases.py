@@ -401,7 +401,8 @@ def make_kernel_release(
 ) -> tuple[Observation, RowTruth]:
     """Returns what a server sees of a kernel regression of images, and the truth.
 
-    It raises as `make_release` does.
+    A FedsimError says that a plugin is unknown, or that learner and defenses do not fit, and a
+    ValueError that a plugin refuses a parameter.
 
     Args:
         images: (N, C, H, W) uint8, by client; each has as many.
