@@ -104,7 +104,7 @@ def hand_over_candidates(
 ) -> MembershipCandidates | None:
     """Returns the examples that a membership attack is asked about; None if `truth` has none.
 
-    They are copies on the device of the recordings `seen`, at least one, which go with them.
+    They are copies on the device of `seen`, at least one recording, which are handed over, too.
     """
     secret = truth.tensors() if truth else {}
     if types.CANDIDATE_MEMBERS not in secret:

@@ -206,7 +206,7 @@ class Guarantee:
         return None if self.shapes is None else sum(map(math.prod, self.shapes))
 
     def bounded(self, norm: float) -> Guarantee:
-        """Returns the guarantee after a step that lengthens nothing, and bounds the L2 norm."""
+        """Returns the guarantee after a step that lengthens nothing, to an L2 norm <= `norm`."""
         return replace(self, sensitivity=min(self.sensitivity, norm))
 
     def unproven(self, reason: str) -> Guarantee:

@@ -266,7 +266,7 @@ class TrainingLearner(Learner):
         return "update"
 
     def least_examples(self, training: LocalTraining) -> int:
-        """Returns the batch size: each client has to fill a batch without replacement."""
+        """Returns the batch size, whatever the sampling: no batch has an example twice."""
         return training.batch_size
 
 
