@@ -219,7 +219,8 @@ class Knowledge:
     """(N, d) inputs of the head, set only if `features` are known."""
     other_rows: tuple[Tensor, ...] = ()
     """(n, d + 1) float64 of each client that the release is of: the rows that took part (as in
-    `RowTruth.rows`), but for the target. Set only if `rows` are those of the others."""
+    `RowTruth.rows`) but for the target. Of a `counted` release, another one is left out for a
+    target that did not. Set only if `rows` are those of the others."""
     target_client: int = 0
     """Client whose row the target is: its index in `other_rows`."""
     public_images: Tensor | None = None
