@@ -28,7 +28,7 @@ from fedsim.types import FedsimError, Observation, Payload, Reconstruction
 
 
 class AttackFailed(FedsimError):  # noqa: N818 - reads as the row's status
-    """Raised by an attack that can say nothing about an observation; its row states the message."""
+    """Raised if an attack can say nothing about an observation; its row states the message."""
 
 
 @dataclass(kw_only=True)
