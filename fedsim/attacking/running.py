@@ -1,4 +1,4 @@
-"""Runs the attack stage: every (observation, attack) is a job. Workers get no truth."""
+"""Runs the attack stage: every (observation, attack) is a job. Attackers get no truth."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from fedsim.types import Observation, RunFailed
 class Workers:
     """Starts the processes of an attack stage at its first jobs; they end with its `with` block.
 
-    They keep the `Setting` of the first jobs: later ones may only be of another `root`.
+    They keep `Setting` and public data of the first jobs; only `root` may differ later.
     """
 
     def __init__(self, count: int) -> None:
