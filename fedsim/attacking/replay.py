@@ -55,7 +55,7 @@ def attack(
         parameters: The attack's hyper-parameters; others are at their defaults.
         restarts: Number of starting points, at least 1; the one with the least own loss is kept.
         grant: Knowledge that the threat model grants, as `knowledge` in a scenario.
-        seed: Seed of the attack; None: that of an attack labelled `name` in the recorded run.
+        seed: Seed of the attack; None: that of an attack of this name in the recorded run.
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
         threads: Number of threads that compute, at least 1; with as many as the recorded run had
             (`threads` of its scenario), results on its machine are the same to the byte.
