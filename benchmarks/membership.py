@@ -243,7 +243,9 @@ def with_epochs(wanted: Scenario, workload: Workload, epochs: int) -> Scenario:
     """Returns the scenario with local steps that cover a mean client's data `epochs` times."""
     held = sum(len(client.own) for client in workload.clients) / len(workload.clients)
     local = wanted.training.local
-    local = local.model_copy(update={"steps": max(1, round(epochs * held / local.batch_size))})
+    # Under `epochs` the last and smaller batch of each is left out.
+    each = held // local.batch_size if local.sampling == "epochs" else held / local.batch_size
+    local = local.model_copy(update={"steps": max(1, round(epochs * each))})
     return wanted.model_copy(
         update={"training": wanted.training.model_copy(update={"local": local})}
     )

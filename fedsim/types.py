@@ -26,7 +26,7 @@ LARGEST = 1e100
 Algorithm = Literal["fedsgd", "fedavg"]
 Mode = Literal["train", "eval"]
 Batches = Literal["same", "different"]
-Sampling = Literal["without_replacement", "poisson", "balls_in_bins"]
+Sampling = Literal["without_replacement", "epochs", "poisson", "balls_in_bins"]
 Watcher = Literal["server", "client", "eavesdropper"]
 """Parties that watch. `server` sees what it decodes, `client` (a participant) the global models
 that it receives, `eavesdropper` what crosses the wire."""
@@ -112,10 +112,10 @@ class LocalTraining:
     batches: Batches = "different"
     """`same`: each step uses the same batch; `different`: each step uses a batch of its own."""
     sampling: Sampling = "without_replacement"
-    """`without_replacement`: batches have one size. `poisson`: each of a client's examples is in a
-    step's batch with the same probability, independently. `balls_in_bins`: each draws one of `bins`
-    once, and is in the batch of every `bins`-th step. Where sizes vary, `batch_size` is their mean,
-    by which sums over a batch are divided."""
+    """`without_replacement`: each step draws a batch of one size. `epochs`: steps go through a
+    client's examples in an order that each epoch draws anew, and leave a last smaller batch out.
+    `poisson`: each example is in a step's batch with the same probability, independently.
+    `balls_in_bins`: each draws one of `bins` once, and is in the batch of every `bins`-th step."""
     dropout: float = 0.0
     """Probability that a hidden neuron of the head is dropped in a step."""
     rule: StepRule | None = None
@@ -129,6 +129,11 @@ class LocalTraining:
             return True
         # Adam and AdamW divide each entry by its own size; decay and a proximal term add weights.
         return rule.optimizer == "sgd" and not (rule.nesterov or rule.weight_decay or rule.proximal)
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether batches vary in size: `batch_size` is their mean, and sums are divided by it."""
+        return self.sampling in ("poisson", "balls_in_bins")
 
     @property
     def distinct_batches(self) -> int:

@@ -178,10 +178,11 @@ def _expect_weights(seen: Observation, examples: int, others: float, chance: Ten
     asked, inside = len(chance), float(chance.sum())
     members = inside * (1 + others)
     draws = seen.training.batch_size * seen.training.steps * seen.num_clients
-    # Dealt examples take part alike; else the number of times that one is drawn is binomial.
-    dealt = seen.training.sampling == "balls_in_bins"
-    # E a² of a member: its squared share, and the variance of how often it is drawn.
-    square = 1 / members**2 + (0.0 if dealt else 1 / (members * draws))
+    # E a² of a member: its squared share, and the variance of how often it is drawn. Examples that
+    # are dealt take part alike, but in an epoch that is cut short; else that number is binomial.
+    cut = math.modf(draws / members)[0] if seen.training.sampling == "epochs" else 0.0
+    dealt = seen.training.sampling in ("balls_in_bins", "epochs")
+    square = 1 / members**2 + (cut * (1 - cut) / draws**2 if dealt else 1 / (members * draws))
     # Absence scales both moments by the chance; the variance is then E a² less (E a)².
     present = torch.cat([chance, chance.new_zeros(examples - asked)])
     mean = present / members

@@ -128,9 +128,9 @@ class _ShadowPool:
 
 def _train(seen: Observation, pool: _ShadowPool, coins: Tensor, rng: torch.Generator) -> Tensors:
     """Returns the updates (S, ...) of shadows that hold the candidates that `coins` (S, N) say."""
-    training, clients = seen.training, seen.num_clients
-    if training.sampling != "without_replacement":
-        raise AttackFailed(f"shadows draw batches without replacement, and not {training.sampling}")
+    training, clients, size = seen.training, seen.num_clients, seen.training.batch_size
+    if training.sizes_vary:
+        raise AttackFailed(f"shadows draw batches of one size, and not by {training.sampling}")
     model, normal = rebuild(seen), normalize(pool.inputs, seen.model)
     distinct = training.steps if training.batches == "different" else 1
     found: list[Tensors] = []
@@ -138,17 +138,20 @@ def _train(seen: Observation, pool: _ShadowPool, coins: Tensor, rng: torch.Gener
     for part in torch.split(coins, chunk_size(seen)):
         own = [each for row in part for each in pool.deal(row, clients, rng)]
         least = min(map(len, own))
-        if least < training.batch_size:
+        if least < size:
             raise AttackFailed(
-                f"a shadow client holds {least} examples, and a batch has {training.batch_size}; "
+                f"a shadow client holds {least} examples, and a batch has {size}; "
                 "grant public examples (public: test), or set `held`"
             )
-        batches = []
-        for _ in range(distinct):
-            orders = [torch.randperm(len(each), generator=rng) for each in own]
-            chosen = torch.stack(
-                [each[o[: training.batch_size]] for each, o in zip(own, orders, strict=True)]
-            )
+        batches, orders = [], [*own]
+        for step in range(distinct):
+            drawn = []
+            for client, each in enumerate(own):
+                epoch = len(each) // size if training.sampling == "epochs" else 1
+                if not (place := step % epoch):
+                    orders[client] = each[torch.randperm(len(each), generator=rng)]
+                drawn.append(orders[client][place * size : (place + 1) * size])
+            chosen = torch.stack(drawn)
             batches.append((normal[chosen], pool.labels[chosen]))
         found.append(train_shadows(model, seen, batches))
     return {name: torch.cat([each[name] for each in found]) for name in found[0]}

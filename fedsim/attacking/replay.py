@@ -166,7 +166,7 @@ def simulation_error(observation: Observation, truth: Truth | None) -> float | N
     """
     training = observation.training
     parts = training.distinct_batches
-    several = observation.num_clients > 1 or training.sampling != "without_replacement"
+    several = observation.num_clients > 1 or training.sizes_vary
     known = truth.tensors() if truth else {}
     if "images" not in known or several or len(known["images"]) % parts:
         return None

@@ -56,7 +56,7 @@ def of_steps(
     steps = 1 if training.algorithm == "fedsgd" else training.steps
     # One batch for all steps is not drawn anew, and nothing is amplified.
     sampling = training.sampling if steps == 1 or training.batches == "different" else None
-    independent = sampling in ("poisson", "balls_in_bins")
+    independent = sampling is not None and training.sizes_vary
     return Mechanism(
         noise_multiplier=noise_multiplier,
         unit="example",

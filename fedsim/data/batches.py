@@ -10,15 +10,21 @@ from fedsim.types import FedsimError
 from fedsim.words import number_of
 
 
-def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """Draws `batch_size` of `indices` (n,) in random order; a FedsimError if n is less."""
+def without_replacement(
+    indices: Tensor, batch_size: int, rng: torch.Generator, place: int = 0
+) -> Tensor:
+    """Draws an order of `indices` (n,) and returns its slice number `place` of `batch_size`.
+
+    `place` counts from 0 and is below n // `batch_size`. A FedsimError if n is below `batch_size`.
+    """
     if batch_size > len(indices):
         raise FedsimError(
             f"a batch of {number_of(batch_size, 'image')} was asked of a client that has "
             f"{len(indices)}: lower "
             "the batch size, lower data.clients, or choose a more even partition"
         )
-    return indices[torch.randperm(len(indices), generator=rng)[:batch_size]]
+    order = torch.randperm(len(indices), generator=rng)
+    return indices[order[place * batch_size : (place + 1) * batch_size]]
 
 
 def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:

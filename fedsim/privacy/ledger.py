@@ -287,6 +287,15 @@ class _Batches:
         """Number of batches over all local steps."""
         return self.batches * self.mechanism.releases
 
+    def reach(self, num_examples: int) -> int:
+        """Returns the most of these batches that one of a client's `num_examples` can be in."""
+        if self.mechanism.sampling != "epochs":
+            return self.drawn
+        # Each round begins an epoch, and no epoch takes an example twice. The order is drawn
+        # without a look at the data, so that all other batches are alike in both worlds.
+        each = max(1, num_examples // self.batch_size)
+        return self.batches * math.ceil(self.mechanism.releases / each)
+
     @property
     def multiplier(self) -> float:
         return self.mechanism.noise_multiplier / self.mechanism.reach
@@ -303,13 +312,20 @@ def _compose(parts: tuple[_Batches, ...], num_examples: int, delta: float) -> tu
     # here, so that all parts are of one mechanism and batch size.
     if first.correlation:
         steps = sum(part.drawn * part.repeats for part in parts)
-        if first.sampling is None or parts[0].batch_size >= num_examples:
+        if first.sampling in (None, "epochs") or parts[0].batch_size >= num_examples:
             return _of_curve(first, steps, "full", 1.0, delta)
         return _of_curve(first, steps, "fixed_size", parts[0].batch_size / num_examples, delta)
     # Gaussian releases of one example compose to one, of the sum of their squared ratios.
-    ratios = [math.sqrt(part.drawn * part.repeats) / part.multiplier for part in parts]
+    reached = [part.reach(num_examples) for part in parts]
+    ratios = [
+        math.sqrt(count * part.repeats) / part.multiplier
+        for part, count in zip(parts, reached, strict=True)
+    ]
     exact = _gaussian(1 / math.hypot(*ratios), delta)
-    sampled = [part.mechanism.sampling and part.batch_size < num_examples for part in parts]
+    sampled = [
+        part.mechanism.sampling == "without_replacement" and part.batch_size < num_examples
+        for part in parts
+    ]
     singles = [part.multiplier / math.sqrt(part.repeats) for part in parts]
     if not any(sampled) or min(singles) < _AMPLIFIED[0]:
         return exact, EXACT
@@ -319,10 +335,10 @@ def _compose(parts: tuple[_Batches, ...], num_examples: int, delta: float) -> tu
     # k releases of one batch are one with a noise multiplier of z / sqrt(k).
     orders: tuple[float, ...] = ()
     total = np.zeros(())
-    for part, hides, single in zip(parts, sampled, singles, strict=True):
+    for part, count, hides, single in zip(parts, reached, sampled, singles, strict=True):
         size = min(part.batch_size, num_examples)
         orders, divergences = _renyi(single, size if hides else 1, num_examples if hides else 1)
-        total = total + part.drawn * np.array(divergences)
+        total = total + count * np.array(divergences)
     amplified = float(compute_epsilon(orders, list(total), delta)[0])
     # Whatever the batches, at most one example differs between them: the exact curve holds too.
     return (amplified, RENYI) if amplified < exact else (exact, EXACT)

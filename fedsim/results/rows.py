@@ -201,8 +201,8 @@ def _update_limits(server: Server, result: Result) -> dict[str, float | None]:
     if others is None:
         return found
     claim = spent(server, seen.round, seen_from=seen.vantage)
-    # Without replacement, an absent example would let another one into its batch.
-    sampled = server.training.sampling != "without_replacement"
+    # In batches of one size, an absent example would let another one in.
+    sampled = server.training.sizes_vary
     if claim.delta is None or claim.reason is not None:
         return found
     bounded = membership.row_claim(

@@ -239,6 +239,8 @@ def _sampling(
         return
     if local.batches == "same" and local.steps > 1:
         yield path, f"{local.sampling} {_EACH_STEP}; use batches: different"
+    if not declared_training(training).sizes_vary:
+        return
     # Who asks about candidates needs no batch's size.
     sized = not entries or not all(map(_asks_candidates, entries))
     if observe.batch_sizes is None and sized:

@@ -109,9 +109,10 @@ class LocalSection(ScenarioSection):
     """`same`: all steps of a round use one batch. `different`: each step has its own."""
     sampling: Sampling = "without_replacement"
     """How a client draws batches from its n examples. `without_replacement`: `batch_size` in each
-    step. `poisson`: each with probability batch_size / n. `balls_in_bins`: each in every b-th step
-    from a random one on, b being n / batch_size, rounded. The latter two hide an example better
-    under per-example noise; sizes of batches vary, and sums are divided by `batch_size`."""
+    step. `epochs`: in a random order, anew in each epoch, as torch's DataLoader with shuffle and
+    drop_last. `poisson`: each with probability batch_size / n. `balls_in_bins`: each in every b-th
+    step from a random one on, b being n / batch_size, rounded. The latter two hide an example
+    better under per-example noise; sizes of batches vary, and sums are divided by `batch_size`."""
 
 
 class Training(ScenarioSection):

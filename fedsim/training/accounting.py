@@ -116,7 +116,7 @@ def spent_by(server: Server, round: int) -> PrivacyClaim:
     If batches are sampled at random sizes, it is the claim after the least power of two of rounds
     that is not below `round`, or after all rounds if that is more than there are.
     """
-    sampled = server.training.sampling != "without_replacement"
+    sampled = server.training.sizes_vary
     # The ε after a later round is no smaller, so it is valid here. Powers of two keep slow
     # accounting rare.
     later = 1 << (round - 1).bit_length() if sampled else round

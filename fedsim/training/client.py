@@ -244,8 +244,7 @@ class Client:
             if probe and (own := self._victims(training, round, probe, step, trials)) is not None:
                 chosen = own
             else:
-                path = (*self._path(round, probe), step)
-                chosen = self._choose(training, path, taken + step)
+                chosen = self._choose(training, self._path(round, probe), step, taken)
             # Left out after the draw: all other examples are drawn as without an absence.
             chosen = self.there(chosen)
             found.append(self.dataset.examples_at(chosen))
@@ -269,14 +268,22 @@ class Client:
         """Indices of the client's examples, one of each content."""
         return batches.distinct(self.own, self.dataset.inputs)
 
-    def _choose(self, training: LocalTraining, path: tuple[int, ...], step: int) -> Tensor:
+    def _choose(
+        self, training: LocalTraining, path: tuple[int, ...], step: int, taken: int
+    ) -> Tensor:
+        """Returns the indices of the batch of a round's `step`, after `taken` in earlier rounds."""
+        own, size = self.own, training.batch_size
         if training.sampling == "balls_in_bins":
             # No step is in the path, so that each step finds the same bins.
             stream = rng.generator(self.seed, "bins", self.number)
-            return batches.balls_in_bins(self.own, training.bins(len(self.own)), step, stream)
-        poisson = training.sampling == "poisson"
-        draw = batches.poisson if poisson else batches.without_replacement
-        return draw(self.own, training.batch_size, rng.generator(self.seed, "batch", *path))
+            return batches.balls_in_bins(own, training.bins(len(own)), taken + step, stream)
+        if training.sampling == "epochs":
+            # All steps of an epoch draw the same order, of which each takes its own slice.
+            epoch, place = divmod(step, max(1, len(own) // size))
+            stream = rng.generator(self.seed, "epoch", *path, epoch)
+            return batches.without_replacement(own, size, stream, place)
+        draw = batches.poisson if training.sampling == "poisson" else batches.without_replacement
+        return draw(own, size, rng.generator(self.seed, "batch", *path, step))
 
     def _path(self, round: int, probe: Probe | None) -> tuple[int, ...]:
         asked = () if probe is None else (probe.batch_size, probe.trial)
