@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -71,9 +72,11 @@ class _InnerProducts:
         )
 
 
-_DRIFTS = (0.02, 0.1, 0.4)
-"""Energy of what the weights moved, over that of the gradients' sum, that is tried."""
-_ROUNDING = 1e-6  # the same where an update is a single gradient: float32 rounds it
+# Energy of what the weights moved across gradients, over that of their sum; the first one first.
+_DRIFTS = (0.1, 0.02, 0.4)
+# Variance of each coefficient by what the weights moved along gradients, over a member's squared.
+_MOVES = (1.0, 0.1, 10.0)
+_ROUNDING = 1e-6  # the drift where an update is a single gradient: float32 rounds it
 _OTHERS = (0.0, 1.0, 8.0)
 """Numbers of members that are not asked about, over that of members among those, that are tried."""
 
@@ -95,6 +98,7 @@ class _Weights:
     spread: Tensor  # (N,) variances over presence, too
     member: float  # mean of the coefficient of a member
     member_spread: float  # variance of the coefficient of a member
+    moved: float  # variance of each coefficient by what the weights moved
 
 
 def append_public(asked: AskedExamples, known: Knowledge, most: int) -> AskedExamples:
@@ -131,27 +135,29 @@ def fit_presence(
     if not products.gram.any():
         raise AttackFailed("the gradients of all candidates are 0")
     variance = _noise_variance(seen)
-    # After one step all gradients are of the same weights. With several, weights move, and
-    # gradients leave the span of those that are computed here.
+    # After one step all gradients are of the same weights. With several, weights move, and so do
+    # gradients: mostly within the span of those that are computed here, and a little out of it.
     one_step = seen.training.steps == 1
+    moves, drifts = ((0.0,), (_ROUNDING,)) if one_step else (_MOVES, _DRIFTS)
     chances = torch.as_tensor(chance, dtype=torch.float64).expand(asked)
-    best: tuple[float, tuple[_InnerProducts, _Weights, float]] | None = None
-    for others in _OTHERS:
-        weights = _expect_weights(seen, len(rows), others, chances)
-        for drift in (_ROUNDING,) if one_step else _DRIFTS:
-            at, noise, scale = _scaled(products, weights, drift, variance)
-            found = at.fit(weights.mean, weights.spread, noise, scored=False).log_likelihood
-            # The density of v itself, which is comparable: that of v / scale is larger by scale^P.
-            found -= products.entries * math.log(scale)
-            if best is None or found > best[0]:
-                best = found, (at, weights, noise)
-    assert best is not None
-    at, weights, noise = best[1]
-    fit = at.fit(weights.mean, weights.spread, noise, scored=True)
+
+    @cache
+    def at(others: float, move: float, drift: float) -> _Scaled:
+        weights = _expect_weights(seen, len(rows), others, chances, move)
+        return _Scaled.of(products, weights, drift, variance)
+
+    # One after the other, since each fit takes the cube of the number of examples.
+    chosen = [_OTHERS[0], moves[0], drifts[0]]
+    for place, values in enumerate((_OTHERS, moves, drifts)):
+        tried = [(*chosen[:place], value, *chosen[place + 1 :]) for value in values]
+        chosen = [*max(tried, key=lambda each: at(*each).log_likelihood)]
+    best = at(*chosen)
+    fit = best.fit()
+    excess = _estimate_excess(fit.scores[:asked])
     return PresenceFit(
-        scores=fit.scores[:asked],
-        evidence=_compute_evidence(fit, weights, _estimate_excess(fit.scores[:asked]))[:asked],
-        loss=-best[0] / products.entries,
+        scores=fit.scores[:asked] / math.sqrt(excess),
+        evidence=_compute_evidence(fit, best.weights, asked)[:asked],
+        loss=-best.log_likelihood / products.entries,
     )
 
 
@@ -162,18 +168,23 @@ def _estimate_excess(scores: Tensor) -> float:
     return max(1.0, float(scores.abs().median() / 0.6745) ** 2)
 
 
-def _compute_evidence(fit: _GaussianFit, weights: _Weights, excess: float) -> Tensor:
+def _compute_evidence(fit: _GaussianFit, weights: _Weights, asked: int) -> Tensor:
     """Returns log p(v | i takes part) - log p(v | it does not) for each example i."""
+    # What the weights moved is in the estimate of a_i whether or not the example is part of it.
+    lost = 1 + weights.moved * fit.precisions
+    excess = _estimate_excess((fit.scores / lost.sqrt())[:asked])
     # ∫ N(a; μ, τ) exp(a T - a² r / 2) da, with T = g_i' C_i^-1 (x + m_i g_i) and the precision r.
-    r, mean, spread = fit.precisions / excess, weights.member, weights.member_spread
+    r, mean, spread = fit.precisions / lost / excess, weights.member, weights.member_spread
     # The score is of x, from which the example's own mean was taken, too.
-    towards = fit.scores * (r / excess).sqrt() + weights.mean * r
+    towards = fit.scores * fit.precisions.sqrt() / lost / excess + weights.mean * r
     wide = 1 + spread * r
     found: Tensor = (spread * towards**2 + 2 * mean * towards - mean**2 * r) / (2 * wide)
     return found - wide.log() / 2
 
 
-def _expect_weights(seen: Observation, examples: int, others: float, chance: Tensor) -> _Weights:
+def _expect_weights(
+    seen: Observation, examples: int, others: float, chance: Tensor, move: float
+) -> _Weights:
     """Returns moments of coefficients; `others` is over members among the asked, of `chance`."""
     asked, inside = len(chance), float(chance.sum())
     members = inside * (1 + others)
@@ -197,30 +208,55 @@ def _expect_weights(seen: Observation, examples: int, others: float, chance: Ten
     # The sum of unknown members is as a sum of `count` alike with random weights.
     mean[public] += unknown / members / count
     spread[public] += unknown * square / count
+    moved = move / members**2
     return _Weights(
-        mean=mean, spread=spread, member=1 / members, member_spread=square - 1 / members**2
+        mean=mean,
+        spread=spread + moved,
+        member=1 / members,
+        member_spread=square - 1 / members**2,
+        moved=moved,
     )
 
 
-def _scaled(
-    products: _InnerProducts, weights: _Weights, drift: float, variance: float
-) -> tuple[_InnerProducts, float, float]:
-    """Returns products of the vector over a scale, the noise in its units, and that scale."""
-    # Clipping, signs and other factors that a client knows change a length, hardly a direction.
-    mean = weights.mean
-    expected = float(weights.spread @ products.gram.diagonal())
-    expected += float(mean @ products.gram @ mean)
-    # Noise may have more energy than what was observed; then little but noise is left.
-    signal = max(products.energy - products.entries * variance, 1e-3 * products.energy)
-    scale = math.sqrt(signal / (expected * (1 + drift)))
-    noise = drift * expected / products.entries + variance / scale**2
-    at = _InnerProducts(
-        gram=products.gram,
-        inner=products.inner / scale,
-        energy=products.energy / scale**2,
-        entries=products.entries,
-    )
-    return at, noise, scale
+@dataclass(frozen=True, kw_only=True)
+class _Scaled:
+    """Holds a model of one vector, which it divides by a scale."""
+
+    products: _InnerProducts
+    """Products of the vector over the scale."""
+    weights: _Weights
+    noise: float
+    """Variance of an entry's noise, in the scale's units."""
+    log_likelihood: float
+    """Log-likelihood of the vector as it was, up to a constant that depends on P alone."""
+
+    @classmethod
+    def of(
+        cls, products: _InnerProducts, weights: _Weights, drift: float, variance: float
+    ) -> _Scaled:
+        """Scales the vector so that its energy is the expected one, and fits it."""
+        # Clipping, signs and other factors that a client knows change a length, hardly a direction.
+        mean = weights.mean
+        expected = float(weights.spread @ products.gram.diagonal())
+        expected += float(mean @ products.gram @ mean)
+        # Noise may have more energy than what was observed; then little but noise is left.
+        signal = max(products.energy - products.entries * variance, 1e-3 * products.energy)
+        scale = math.sqrt(signal / (expected * (1 + drift)))
+        noise = drift * expected / products.entries + variance / scale**2
+        scaled = _InnerProducts(
+            gram=products.gram,
+            inner=products.inner / scale,
+            energy=products.energy / scale**2,
+            entries=products.entries,
+        )
+        fit = scaled.fit(weights.mean, weights.spread, noise, scored=False)
+        # The density of v itself, which is comparable: that of v / scale is larger by scale^P.
+        likelihood = fit.log_likelihood - products.entries * math.log(scale)
+        return cls(products=scaled, weights=weights, noise=noise, log_likelihood=likelihood)
+
+    def fit(self) -> _GaussianFit:
+        """Fits the vector with scores."""
+        return self.products.fit(self.weights.mean, self.weights.spread, self.noise, scored=True)
 
 
 def _noise_variance(seen: Observation) -> float:
