@@ -11,7 +11,7 @@ and how much the weights moved, are chosen where v is likeliest.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -31,6 +31,12 @@ class _GaussianFit:
     of x = v - Σ m_j g_j and the covariance C_i of v without the term of i."""
     precisions: Tensor  # (n,) g_i' C_i^-1 g_i, the inverse variance of an estimate of a_i
     log_likelihood: float  # log-likelihood of v, up to a constant that depends on P alone
+
+    def with_moves(self, variance: float) -> _GaussianFit:
+        """Returns the fit where C_i keeps `variance` of a_i, which no example's absence takes."""
+        wider = 1 + variance * self.precisions
+        scores, precisions = self.scores / wider.sqrt(), self.precisions / wider
+        return replace(self, scores=scores, precisions=precisions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +159,13 @@ def fit_presence(
         chosen = [*max(tried, key=lambda each: at(*each).log_likelihood)]
     best = at(*chosen)
     fit = best.fit()
-    excess = _estimate_excess(fit.scores[:asked])
+    # Moved coefficients spread scores, too. Ranks stay, and rounds count alike.
+    spread = math.sqrt(1.0 if one_step else _estimate_excess(fit.scores[:asked]))
+    apart = fit.with_moves(best.weights.moved)
+    excess = _estimate_excess(apart.scores[:asked])
     return PresenceFit(
-        scores=fit.scores[:asked] / math.sqrt(excess),
-        evidence=_compute_evidence(fit, best.weights, asked)[:asked],
+        scores=fit.scores[:asked] / spread,
+        evidence=_compute_evidence(apart, best.weights, excess)[:asked],
         loss=-best.log_likelihood / products.entries,
     )
 
@@ -168,15 +177,12 @@ def _estimate_excess(scores: Tensor) -> float:
     return max(1.0, float(scores.abs().median() / 0.6745) ** 2)
 
 
-def _compute_evidence(fit: _GaussianFit, weights: _Weights, asked: int) -> Tensor:
+def _compute_evidence(fit: _GaussianFit, weights: _Weights, excess: float) -> Tensor:
     """Returns log p(v | i takes part) - log p(v | it does not) for each example i."""
-    # What the weights moved is in the estimate of a_i whether or not the example is part of it.
-    lost = 1 + weights.moved * fit.precisions
-    excess = _estimate_excess((fit.scores / lost.sqrt())[:asked])
     # ∫ N(a; μ, τ) exp(a T - a² r / 2) da, with T = g_i' C_i^-1 (x + m_i g_i) and the precision r.
-    r, mean, spread = fit.precisions / lost / excess, weights.member, weights.member_spread
+    r, mean, spread = fit.precisions / excess, weights.member, weights.member_spread
     # The score is of x, from which the example's own mean was taken, too.
-    towards = fit.scores * fit.precisions.sqrt() / lost / excess + weights.mean * r
+    towards = fit.scores * (r / excess).sqrt() + weights.mean * r
     wide = 1 + spread * r
     found: Tensor = (spread * towards**2 + 2 * mean * towards - mean**2 * r) / (2 * wide)
     return found - wide.log() / 2
