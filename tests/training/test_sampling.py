@@ -32,7 +32,7 @@ from fedsim_defenses.correlated_noise import CorrelatedNoise
 from fedsim_defenses.dp_sgd import DPSGD
 
 INDEPENDENT = ["poisson", "balls_in_bins"]
-EVERY = ["without_replacement", *INDEPENDENT]
+EVERY = ["without_replacement", "epochs", *INDEPENDENT]
 
 
 def noisy(correlation: float, multiplier: float = 2.0, norm: float = 1.0) -> list[dict[str, Any]]:
@@ -85,6 +85,23 @@ def test_an_epoch_of_bins_visits_each_example_once(steps: int) -> None:
     state = results[0].state
     probed = workload.client_update(1, 4, *at, state, probe=Probe(batch_size=2, trial=0))
     assert probed.state is state
+
+
+def test_epochs_take_each_example_once_in_orders_of_their_own() -> None:
+    """A last smaller batch is left out, and each round begins an epoch."""
+    workload = Workload(scenario("epochs", local={"steps": 7, "batch_size": 13}), "none")
+    held = len(workload.parts[1])
+    each = held // 13
+    assert 7 // each == 2 and held % 13, "the test is about two epochs of an uneven client"
+    truths = [result.truth for result in rounds(workload, 2)]
+    epochs = []
+    for truth in truths:
+        assert truth is not None
+        seen = [image.numpy().tobytes() for image in truth.images]
+        epochs += [seen[: each * 13], seen[each * 13 : 2 * each * 13]]
+    assert all(len(set(epoch)) == each * 13 for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
+    assert len({frozenset(epoch) for epoch in epochs}) > 1
 
 
 @pytest.mark.parametrize("sampling", EVERY)
@@ -222,6 +239,17 @@ def test_the_ledger_claims_what_the_calculator_says(sampling: Any, correlation: 
     assert found.accountant is not None
     assert ("upper end at 99%" in found.accountant) == (answer.interval is not None)
     assert found.epsilon < of("without_replacement", correlation).epsilon
+
+
+@pytest.mark.parametrize(("examples", "releases"), [(40, 3), (29, 3), (20, 3), (19, 6), (10, 6)])
+def test_an_example_is_in_one_batch_of_an_epoch(examples: int, releases: int) -> None:
+    """Two steps of three rounds on batches of 10: the exact curve of its own releases."""
+    found = of("epochs", 0.0, num_examples=examples)
+    # Another example in its place moves a sum by two bounds.
+    assert found.epsilon == gaussian.epsilon(2.0 / 2 / math.sqrt(releases), 1e-3)
+    assert (found.unit, found.relation) == ("example", "replace_one")
+    every = of("epochs", 0.5, num_examples=examples)
+    assert every.epsilon == of("without_replacement", 0.5, num_examples=10).epsilon
 
 
 def test_beyond_the_draws_a_bound_without_any_is_claimed() -> None:

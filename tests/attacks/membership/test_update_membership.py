@@ -10,7 +10,12 @@ from fedsim.contracts.grant import Knowledge, MembershipCandidates
 from fedsim.targets.membership import membership_auc
 from fedsim.testing import make_observation
 from fedsim.types import LocalTraining
-from fedsim_attacks.membership._presence_fit import _InnerProducts
+from fedsim_attacks.membership._presence_fit import (
+    _MOVES,
+    _expect_weights,
+    _InnerProducts,
+    _Scaled,
+)
 from fedsim_attacks.membership.update_membership import UpdateMembership
 
 
@@ -65,6 +70,38 @@ def test_members_without_a_defense_are_told_exactly(algorithm, steps):
     training = LocalTraining(algorithm=algorithm, steps=steps, batch_size=30 // steps, lr=0.1)
     observation, knowledge, members = asked(30, 30, training=training)
     assert membership_auc(scores(observation, knowledge), members) == 1.0
+
+
+@pytest.mark.parametrize("move", _MOVES)
+def test_the_likeliest_moves_are_those_that_were_drawn(move):
+    """And members are told better by them than by a drift that lies across gradients."""
+    observation, *_ = asked(10, 10)
+    # Each member takes part once, so that weights vary by what moved alone.
+    dealt = replace(observation.training, sampling="balls_in_bins")
+    observation = replace(observation, training=dealt)
+    stream = torch.Generator().manual_seed(5)
+    # Gradients have a few long directions in common, as those of networks have.
+    lengths = torch.arange(1, 601, dtype=torch.float64) ** -0.7
+    rows = torch.randn(400, 600, generator=stream, dtype=torch.float64) * lengths
+    members = torch.arange(400) < 100
+    drawn = torch.randn(400, generator=stream, dtype=torch.float64) * move**0.5
+    vector = (members + drawn) @ rows / 100
+    vector += (
+        0.1 * vector.norm() * torch.randn(600, generator=stream, dtype=torch.float64) / 600**0.5
+    )
+    products = _InnerProducts(
+        gram=rows @ rows.T, inner=rows @ vector, energy=float(vector @ vector), entries=600
+    )
+    chances = torch.full((200,), 0.5, dtype=torch.float64)
+    tried = {
+        each: _Scaled.of(products, _expect_weights(observation, 400, 0.0, chances, each), 0.01, 0.0)
+        for each in (0.0, *_MOVES)
+    }
+    assert max(tried, key=lambda each: tried[each].log_likelihood) == move
+    told, across = (
+        float(membership_auc(tried[each].fit().scores[:200], members[:200])) for each in (move, 0.0)
+    )
+    assert told > across
 
 
 def test_sums_count_by_the_share_of_the_clients_asked_about_in_them():
