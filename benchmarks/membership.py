@@ -209,6 +209,9 @@ def scenario(options: argparse.Namespace, stack: str, size: int, seed: int) -> S
     model: dict[str, Any] = {"name": options.model}
     if options.model == "convnet":
         model["parameters"] = {"width": options.width}
+    if options.model == "resnet18":
+        # Statistics of batches depend on all of their images, and no example has its own gradient.
+        model["parameters"] = {"width": options.width, "norm": "group"}
     if options.model == "mlp":
         model["parameters"] = {"hidden": [options.width]}
     return Scenario.model_validate(
