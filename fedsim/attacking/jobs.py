@@ -148,9 +148,14 @@ def add_all_sources(truth: Truth, root: Path, path: Path, observation: Observati
     """Returns a copy of `truth` with the records of all clients that the recording's watcher saw.
 
     Records are the examples of which source attacks are asked whose they are, see `add_sources`.
-    `truth` itself comes back if no candidates were set aside. `root` is the run's folder, `path`
-    the JSON file of `observation`, and `truth` is its truth. A FedsimError says that the truth of
+    `truth` itself comes back if no candidates were set aside. A FedsimError says that the truth of
     one of those clients is damaged.
+
+    Args:
+        truth: That of `observation`.
+        root: The run's folder.
+        path: The JSON file of `observation`.
+        observation: The recording.
     """
     seen = paths_beside(path, observation)
     ids = [f"{each.parents[1].name}/{each.parent.name}/{each.stem}" for each in seen]

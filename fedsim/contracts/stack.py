@@ -82,9 +82,13 @@ class Stack:
     ) -> Tensor:
         """Returns a client's `statistic` made private, or `value` itself if nothing acts on it.
 
-        `value` is features (n, d) or a kernel matrix (n, n), and is not changed; `release` is
-        computed from it. `rng` is on the CPU. A FedsimError says that the defense cannot keep to
-        its claim.
+        A FedsimError says that the defense cannot keep to its claim.
+
+        Args:
+            statistic: What `value` is.
+            value: Features (n, d) or a kernel matrix (n, n), and is not changed.
+            release: What is computed from it.
+            rng: On the CPU.
         """
         for defense in self.statistic_defenses:
             if defense.statistic == statistic:

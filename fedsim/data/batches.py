@@ -13,9 +13,13 @@ from fedsim.words import number_of
 def without_replacement(
     indices: Tensor, batch_size: int, rng: torch.Generator, place: int = 0
 ) -> Tensor:
-    """Draws an order of `indices` (n,) and returns its slice number `place` of `batch_size`.
+    """Draws an order of a client's examples and returns a batch, one slice of it.
 
-    `place` counts from 0 and is below n // `batch_size`. A FedsimError if n is below `batch_size`.
+    Args:
+        indices: (n,), the client's examples.
+        batch_size: Number of examples of a batch; a FedsimError if it is above n.
+        rng: The same seed draws the same order.
+        place: Number of the slice, from 0 to n // `batch_size` - 1.
     """
     if batch_size > len(indices):
         raise FedsimError(

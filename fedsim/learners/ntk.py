@@ -19,9 +19,13 @@ leaves about 1e-16 n where the exact value is zero, on any processor."""
 
 
 def draw_weights(neurons: int, dimension: int, scale: float, generator: torch.Generator) -> Tensor:
-    """Draws the weights of m `neurons`, (m, d) float64 from N(0, σ²), independent of the data.
+    """Draws the weights (m, d) of m neurons, float64 from N(0, σ²), independent of the data.
 
-    `dimension` is d, the number of features, and `scale` σ. `generator` is on the CPU.
+    Args:
+        neurons: m.
+        dimension: d, the number of features.
+        scale: σ.
+        generator: On the CPU.
     """
     return scale * torch.randn(neurons, dimension, generator=generator, dtype=torch.float64)
 

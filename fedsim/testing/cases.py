@@ -88,8 +88,12 @@ def local_step(
 ) -> LocalStep:
     """Returns a step of softmax regression, whose features are the flattened images.
 
-    `loss` need not be the model's, and `gradient` is the direction so far. `batch_size` divides
-    sums over a batch. `shape` is (C, H, W) of an image.
+    Args:
+        loss: Need not be the model's.
+        gradient: The direction so far.
+        batch_size: Divides sums over a batch.
+        shape: (C, H, W) of an image.
+        classes: Number of classes.
     """
     spec = example_spec(shape, classes, hidden=[])
     model = build(spec, seed=0)
