@@ -123,8 +123,8 @@ class VictimModel:
             model: At the weights that clients start from; it is copied.
             input_shape: (C, H, W) of an image.
             classes: Number of classes, at least 2.
-            mean: Mean of each channel, which is subtracted from pixels; None: 0.
-            std: Standard deviation of each channel, by which they are then divided; None: 1.
+            mean: Mean of each channel, subtracted from pixels in [0, 1]; None for 0.
+            std: Standard deviation of each channel, which then divides; None for 1.
             mode: Mode of the client's layers while it trains.
             head: Name of the linear layer that classifies; None: the last one.
         """
@@ -169,8 +169,8 @@ class VictimModel:
     ) -> Observation:
         """Returns what a server sees of an undefended first-round update.
 
-        Its `seed` is 0, and its tensors are float32 copies. A FedsimError says which tensor is
-        missing, unknown, of another shape, not finite, or of a frozen parameter and not 0.
+        Its `seed` is 0, and its tensors are copies, float32 but for integers. A FedsimError refuses
+        one that is missing, unknown, of another shape, not finite, or frozen and not 0.
 
         Args:
             update: Gradient or change of weights, see `observe`, by the model's own names.

@@ -128,8 +128,8 @@ class Computation(ABC):
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth | None:
         """Returns the rows that a client's release is computed from, one for each of `inputs`.
 
-        `inputs` (n, ...) and `labels` (n,) are examples of the client. All rows are members, and of
-        client 0. None (default): releases are never observed.
+        `inputs` and `labels` are examples of the client, as `examples_at` of its data returns them.
+        All rows are members, and of client 0. None (default): releases are never observed.
         """
         return None
 
@@ -143,7 +143,7 @@ class Computation(ABC):
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Refuses, by a FedsimError, data for which a defense's claim fails; by default none.
 
-        `clients` maps each client to its (inputs, labels).
+        `clients` maps each client to its (inputs, labels), as in `candidates`.
         """
         return
 
@@ -231,7 +231,7 @@ class Learner(Plugin):
     scenario names one (`model`, `training.weights`)."""
 
     def view(self, data: Dataset | Table) -> Dataset | Table:
-        """Returns `data` in the form that it computes from; a FedsimError if they have none."""
+        """Returns `data` as it reads them, by default unchanged; a FedsimError if it cannot."""
         return data
 
     def payload(self) -> Payload | None:

@@ -38,7 +38,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class HeldExamples:
-    """Gives a client's examples, which a call reads anew: (inputs (n, ...), labels (n,))."""
+    """Reads a client's (inputs, labels) anew at each call, as `examples_at` of its data."""
 
     read: Callable[[], tuple[Tensor, Tensor]]
     """Function that does so."""

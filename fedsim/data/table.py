@@ -113,8 +113,8 @@ class TableSource(DataSource):
 
     A constant feature 1 comes last among the features (`intercept`). A training row (features and
     target) longer than `row_norm` in the L2 norm is scaled down to it, and keeps its direction.
-    Test rows are left as they are. The test split has a fifth of the rows of each class; each row
-    of a file goes there by itself, with that chance.
+    Test rows are left as they are. The test split has a fifth of the rows of each class; but a
+    file's rows go there each with that chance, equal ones together, whatever their class.
     """
 
     row_norm: Annotated[float, Field(gt=0, le=1e6)] | None = None

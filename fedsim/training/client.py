@@ -192,7 +192,7 @@ class Client:
         return examples if self.absent is None else examples[~torch.isin(examples, self.absent)]
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Returns (inputs (n, ...), labels (n,)) of all of `own`, also `absent`: pixels or rows."""
+        """Returns `examples_at` of `dataset` for all of `own`, also `absent`: (inputs, labels)."""
         return self.dataset.examples_at(self.own)
 
     def rows(

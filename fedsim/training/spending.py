@@ -125,7 +125,8 @@ class Account:
         """Returns the releases, after `rounds`, of each client that may have the largest ε.
 
         `stack` is the one whose ε is asked for. Answers to probes count if `probes`, unless
-        `privacy.probes` is `outside`.
+        `privacy.probes` is `outside`. The caller has to add what does not depend on rounds:
+        `buffers_released`, `release`, `private_statistics` and `unprotected`.
         """
         scenario = self.scenario
         known = [count for count in self.held if count] or self.held
