@@ -23,7 +23,7 @@ class _Answered(AttackState):
 
 
 class DirectAttack(Attack[_Answered]):
-    """Computes its answer in closed form: of tensors on the CPU, if `on_processor` is True."""
+    """Base of attacks in closed form, of tensors on the CPU if `on_processor` is True."""
 
     on_processor: ClassVar[bool] = True
 
@@ -82,7 +82,7 @@ class SearchState(AttackState):
 
 
 class IterativeAttack(Attack[S], Generic[S]):
-    """Ends after `iterations` steps, unless a subclass overrides `terminate`."""
+    """Base of attacks that end after `iterations` steps, unless they override `terminate`."""
 
     iterations: Annotated[int, Field(ge=1)]
 
@@ -95,7 +95,7 @@ class IterativeAttack(Attack[S], Generic[S]):
 
 @dataclass(kw_only=True)
 class FeatureSolver(AttackState, ABC):
-    """Recovers the features of a batch from its head's gradient, one step after the other."""
+    """Base of solvers that recover a batch's features from its head's gradient, step by step."""
 
     over: bool = False
     """Whether a step has found that no other would gain anything."""
@@ -123,7 +123,7 @@ F = TypeVar("F", bound=FeatureSolver)
 
 
 class FeatureAttack(Attack[F], Generic[F]):
-    """Runs the feature solver that `init` makes, step by step, until the solver is finished."""
+    """Base of attacks that run the feature solver that `init` makes until it is finished."""
 
     on_processor: ClassVar[bool] = True
 

@@ -14,9 +14,9 @@ from fedsim.types import Effect, FedsimError, InputSpec, LocalTraining, Tensors
 
 
 class BatchDefense(TrainingDefense):
-    """Lets each local step take the gradient of a changed batch, with probabilities as labels.
+    """Base of defenses that change the batch of each local step; labels become probabilities.
 
-    The truth stays the client's own images. A defense behind it that computes the step from the
+    The truth stays the client's own images. A defense behind one that computes the step from the
     loss itself, as `dp_sgd` does, gets the batch unchanged: put that one first.
     """
 

@@ -217,7 +217,7 @@ def model_spec(problem: Problem) -> ModelSpec:
 
 
 class Learner(Plugin):
-    """Defines what a client computes from its data, and what the server makes of the mean."""
+    """Base of learners, which say what clients compute and what the server makes of the mean."""
 
     data: ClassVar[type[Dataset] | type[Table]]
     """Kind of data that it computes from."""

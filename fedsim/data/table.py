@@ -109,7 +109,7 @@ class TargetColumn:
 
 
 class TableSource(DataSource):
-    """A table: features and a target, each scaled to [-1, 1] by its declared range.
+    """Base of sources of a table: features and a target, scaled to [-1, 1] by declared ranges.
 
     A constant feature 1 comes last among the features (`intercept`). A training row (features and
     target) longer than `row_norm` in the L2 norm is scaled down to it, and keeps its direction.

@@ -54,7 +54,7 @@ class UnreadableError(FedsimError):
 
 
 class Tree(ABC):
-    """Gives access to image files below `root`, a directory or a zip archive (`open_tree`).
+    """Base of trees of image files below `root`; `open_tree` opens a directory or a zip archive.
 
     A path is a tuple of its parts, as `("train", "cat", "1.jpg")`. A file is visible unless its
     name or a folder's begins with a dot or `__MACOSX`.

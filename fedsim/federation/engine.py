@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class FlowerEngine(Engine):
-    """Runs the ServerApp and the ClientApps of a job to their end.
+    """Base of engines that run the ServerApp and the ClientApps of a job to their end.
 
     Both apps are the same on every engine (`server_app.build`, `client_app.build`); an engine only
     decides where they run and how their messages travel. A process answers one message at a time,

@@ -89,7 +89,7 @@ class Stated(Keys):
 
 
 class Curve(Stated):
-    """Describes a release whose δ(ε) is known exactly, by a bound or by an estimate.
+    """Base of releases whose δ(ε) is known exactly, by a bound or by an estimate.
 
     Where a figure cannot be computed, the methods raise a FedsimError.
     """
@@ -162,7 +162,7 @@ class ExactCurve(Curve):
 
 
 class Calibration(Stated):
-    """Describes a release whose least noise can be found."""
+    """Base of releases whose least noise for an ε and a δ can be found."""
 
     @abstractmethod
     def calibrate(self, epsilon: float, delta: float) -> Answer:
@@ -173,7 +173,7 @@ class Calibration(Stated):
 
 
 class Experiment(Keys):
-    """Describes a release that can be drawn under either neighbour, to try what it claims.
+    """Base of releases that can be drawn under either neighbour, to try what they claim.
 
     What is drawn is a sufficient statistic of the full release, from the mechanism's own steps.
     `sabotage` multiplies the noise: 0.8 draws what a mechanism with 20% less noise than it claims

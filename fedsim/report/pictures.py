@@ -142,8 +142,9 @@ def plates_of(
 ) -> tuple[dict[str, Plate], int]:
     """Returns `LeaderboardRow.cell` -> plate, and the number of plates that have no room.
 
-    All rows of one comparison, batch size and round show the same image first: the median image of
-    the median trial of their first row. The strongest get room first, in 2^20 pixels.
+    Rows without scored images, or without room, are missing. All rows of one comparison, batch size
+    and round show the same image first: the median one of the median trial of their first row. The
+    strongest get room first, in 2^20 pixels.
     """
     scored = _scored_trials(runs)
     victims: dict[tuple[object, ...], str | None] = {}
