@@ -216,7 +216,7 @@ def draw_charts(
         rows: Rows of the comparison.
         runs: Runs that the rows are from.
         verdicts: The verdict on each defense.
-        colors: Defense -> number of its color, 0 for the undefended stack.
+        colors: Stack's name -> number of its color, 0 for the undefended stack.
         confidence: Confidence of the rows' intervals, between 0 and 1.
     """
     figures = [

@@ -263,7 +263,7 @@ def runs_of(rows: Sequence[LeaderboardRow], runs: Sequence[StoredRun]) -> list[S
 
 
 def round_seconds(runs: Sequence[StoredRun]) -> dict[str, float]:
-    """Returns defense -> mean seconds of a round, over all runs that state them."""
+    """Returns stack's name -> mean seconds of a round, over all runs that state them."""
     times: dict[str, list[float]] = {}
     for run in runs:
         for row in run.rounds:
@@ -277,7 +277,7 @@ _SEED = "seed"
 
 @dataclass(frozen=True, kw_only=True)
 class UtilityRow:
-    """Describes one defense after its last round, over runs that differ in their seed alone.
+    """Describes stack `defense` after its last round, over runs that differ in their seed alone.
 
     Terms of the claim are those of the largest ε: `reason` says why it is inf, and `covers` which
     releases it is of. `audited_epsilon` is the largest lower bound by canaries. `problem` says why

@@ -77,7 +77,7 @@ def _state(kind: str, **values: Any) -> Statement:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An attack, by label, that failed for one reason in `count` trials behind stacks `defenses`."""
+    """An attack, by label, that failed for one reason in `count` trials on stacks `defenses`."""
 
     attack: str
     reason: str

@@ -450,7 +450,10 @@ class RoundRow(RowPart):
 
 
 class AuditRow(RowPart):
-    """Holds a lower bound of a stack's ε by `two_worlds` or `one_run`, and if the claim `holds`."""
+    """Holds a lower bound of ε of stack `defense`; `method` is `two_worlds` or `one_run`.
+
+    `holds` says whether the claim is not below that bound.
+    """
 
     defense: str
     method: str
