@@ -168,7 +168,7 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
 def assign(cost: Tensor) -> list[int]:
     """Returns for each row of `cost` (N, M), on the CPU, its own column at the least total cost.
 
-    The N - M rows that are left over if N > M get `MISSING` (-1). `cost` holds no NaN.
+    The N - M rows that are left over if N > M get `MISSING` (-1). `cost` is finite.
     """
     if cost.shape == (1, 1):  # without scipy, whose import takes half a second
         return [0]

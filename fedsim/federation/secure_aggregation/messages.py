@@ -103,7 +103,7 @@ def read_planted(content: RecordDict, parameters: Tensors) -> dict[str, Any] | N
 
 
 def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
-    """Returns the content of an answer with a masked vector, written as signed integers."""
+    """Returns an answer with what `SumClient.mask` returned, the vector as signed integers."""
     signed = vector.view(np.int32 if vector.itemsize == 4 else np.int64)
     return RecordDict(
         {
@@ -114,9 +114,9 @@ def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
 
 
 def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring, bytes]:
-    """Returns the masked vector (`length`,) in an answer, and its sender's signature.
+    """Reads from an answer what `SumClient.mask` returned; its signature is not verified.
 
-    `ring_bits` is 32 or 64; an answer of another form is a MalformedError.
+    The vector is (`length`,), `ring_bits` is 32 or 64; another form is a MalformedError.
     """
     if set(content) != {wire.ARRAYS, wire.CONFIG}:
         raise wire.MalformedError("the answer is no masked vector")

@@ -71,7 +71,7 @@ class SumServer:
         return sorted(self._boxes)
 
     def add(self, client: int, vector: Ring, signature: bytes) -> None:
-        """Adds a masked vector to the sum without keeping it, and keeps its signature.
+        """Adds a masked vector to the sum without keeping it; keeps `signature`, of keys and model.
 
         A client without boxes, a second vector of one, and a length or dtype other than the first
         vector's are an `AbortedError`.
