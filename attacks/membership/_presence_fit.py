@@ -11,7 +11,7 @@ and how much the weights moved, are chosen where v is likeliest.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -31,12 +31,6 @@ class _GaussianFit:
     of x = v - Σ m_j g_j and the covariance C_i of v without the term of i."""
     precisions: Tensor  # (n,) g_i' C_i^-1 g_i, the inverse variance of an estimate of a_i
     log_likelihood: float  # log-likelihood of v, up to a constant that depends on P alone
-
-    def with_moves(self, variance: float) -> _GaussianFit:
-        """Returns the fit where C_i keeps `variance` of a_i, which no example's absence takes."""
-        wider = 1 + variance * self.precisions
-        scores, precisions = self.scores / wider.sqrt(), self.precisions / wider
-        return replace(self, scores=scores, precisions=precisions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +98,6 @@ class _Weights:
     spread: Tensor  # (N,) variances over presence, too
     member: float  # mean of the coefficient of a member
     member_spread: float  # variance of the coefficient of a member
-    moved: float  # variance of each coefficient by what the weights moved
 
 
 def append_public(asked: AskedExamples, known: Knowledge, most: int) -> AskedExamples:
@@ -159,13 +152,11 @@ def fit_presence(
         chosen = [*max(tried, key=lambda each: at(*each).log_likelihood)]
     best = at(*chosen)
     fit = best.fit()
-    # Moved coefficients spread scores, too. Ranks stay, and rounds count alike.
-    spread = math.sqrt(1.0 if one_step else _estimate_excess(fit.scores[:asked]))
-    apart = fit.with_moves(best.weights.moved)
-    excess = _estimate_excess(apart.scores[:asked])
+    excess = _estimate_excess(fit.scores[:asked])
     return PresenceFit(
-        scores=fit.scores[:asked] / spread,
-        evidence=_compute_evidence(apart, best.weights, excess)[:asked],
+        # Ranks of a round stay, and rounds count alike.
+        scores=fit.scores[:asked] / math.sqrt(1.0 if one_step else excess),
+        evidence=_compute_evidence(fit, best.weights, excess)[:asked],
         loss=-best.log_likelihood / products.entries,
     )
 
@@ -214,13 +205,9 @@ def _expect_weights(
     # The sum of unknown members is as a sum of `count` alike with random weights.
     mean[public] += unknown / members / count
     spread[public] += unknown * square / count
-    moved = move / members**2
+    spread += move / members**2
     return _Weights(
-        mean=mean,
-        spread=spread + moved,
-        member=1 / members,
-        member_spread=square - 1 / members**2,
-        moved=moved,
+        mean=mean, spread=spread, member=1 / members, member_spread=square - 1 / members**2
     )
 
 

@@ -55,8 +55,8 @@ def accuracy(records, source, **parameters):
     return float((found.more["source"].argmax(1) == source).double().mean())
 
 
-@pytest.mark.parametrize(("excess", "moved"), [(1.0, 0.0), (3.0, 0.0), (3.0, 0.5)])
-def test_evidence_is_the_likelihood_ratio_of_the_linear_model(excess, moved):
+@pytest.mark.parametrize("excess", [1.0, 3.0])
+def test_evidence_is_the_likelihood_ratio_of_the_linear_model(excess):
     """Compared with normal densities whose covariances are written out."""
     stream = torch.Generator().manual_seed(1)
     rows = torch.randn(5, 15, generator=stream, dtype=torch.float64)
@@ -65,13 +65,11 @@ def test_evidence_is_the_likelihood_ratio_of_the_linear_model(excess, moved):
     products = _InnerProducts(
         gram=rows @ rows.T, inner=rows @ vector, energy=float(vector @ vector), entries=15
     )
-    spread += moved
-    weights = _Weights(mean=mean, spread=spread, member=0.7, member_spread=0.2, moved=moved)
-    fit = products.fit(mean, spread, 0.3, scored=True).with_moves(moved)
-    found = _compute_evidence(fit, weights, excess)
+    weights = _Weights(mean=mean, spread=spread, member=0.7, member_spread=0.2)
+    found = _compute_evidence(products.fit(mean, spread, 0.3, scored=True), weights, excess)
     for i, row in enumerate(rows):
         rest = spread.clone()
-        rest[i] = moved
+        rest[i] = 0
         cov = rows.T @ torch.diag(rest) @ rows + 0.3 * torch.eye(15, dtype=torch.float64)
         cov *= excess
         center = mean @ rows - mean[i] * row
