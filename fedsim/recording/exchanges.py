@@ -36,7 +36,7 @@ from fedsim.types import LARGEST, FedsimError, Tensors
 from fedsim.words import number_of
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-"""Contiguous numpy arrays by name; they may share read-only memory with a message."""
+"""Numpy arrays by name; they may share read-only memory with a message."""
 _TYPES = [
     *map(np.dtype, ("float64", "float32", "float16", "bool")),
     *map(np.dtype, ("int64", "int32", "int16", "int8", "uint8")),
@@ -291,7 +291,8 @@ def _serialize(arrays: Arrays) -> bytes:
         if name == _RESERVED:
             raise FedsimError(f"a tensor is called {name}, and cannot be recorded by that name")
     try:
-        return save(dict(arrays))
+        # Other memory than that in C's order safetensors would write as if it were.
+        return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
     except SafetensorError as error:
         raise FedsimError(f"the tensors cannot be recorded: {error}") from error
 
