@@ -45,6 +45,7 @@ class _WorkQueue:
             try:
                 future = self._executor.submit(work)
             except RuntimeError:  # no thread is left, or the interpreter ends and takes nothing new
+                self.finish()  # a thread there is still does what came before
                 work()  # if a thread gets it later, too, there is nothing left to do
                 return
             self._waiting[future] = size

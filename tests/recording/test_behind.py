@@ -89,6 +89,27 @@ behind.later(lambda: (time.sleep(0.3), Path({str(tmp_path)!r}, "one").touch()))
     assert {path.name for path in tmp_path.iterdir()} == {"one", "late"}
 
 
+def test_work_stays_in_order_while_the_interpreter_ends() -> None:
+    program = """
+import threading, time
+from concurrent.futures import thread
+from fedsim.recording import behind
+def tell(number, seconds):
+    behind.later(lambda: (time.sleep(seconds), print(number, flush=True)))
+def late():
+    while not thread._shutdown:
+        time.sleep(0.01)
+    tell(3, 0)
+threading.Thread(target=late).start()
+tell(1, 1)
+tell(2, 0)
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=100, capture_output=True, text=True
+    )
+    assert told.stdout.split() == ["1", "2", "3"]
+
+
 def test_a_finalizer_may_come_in_the_middle_of_handing_work_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
