@@ -197,6 +197,11 @@ class AppTraining:
         Several epochs become one of the same total weight. A FedsimError says that `local` has
         other keys, the client states no `num-examples`, or its learning rate is unknown or 0.
         """
+        seen = self._seen_training(each)
+        # The witness saw all else that a training defense may change.
+        return replace(seen, dropout=self._stack.training(seen).dropout)
+
+    def _seen_training(self, each: Picked) -> LocalTraining:
         said = each.testimony.said
         if self.answer == "gradient":
             return LocalTraining(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from fedsim.recording.witnessed import Witnessed
 from fedsim.types import FedsimError, LocalTraining
 
 
-def simulated(rates: list[float], images: int) -> LocalTraining:
+def simulated(rates: list[float], images: int, *defenses: dict[str, object]) -> LocalTraining:
     said = Witnessed(
         run_id=1,
         round=1,
@@ -31,9 +32,8 @@ def simulated(rates: list[float], images: int) -> LocalTraining:
         factors=[1.0] * len(rates),
     )
     each: Any = SimpleNamespace(testimony=SimpleNamespace(said=said, path=Path("witnessed")))
-    return AppTraining(answer="weights", local=None, mode="train", defenses=(), notes=[]).training(
-        each
-    )
+    app = AppTraining(answer="weights", local=None, mode="train", defenses=defenses, notes=[])
+    return app.training(each)
 
 
 def test_a_rate_that_rises_from_zero_is_simulated() -> None:
@@ -51,3 +51,9 @@ def test_an_epoch_whose_rates_are_zero_is_one_of_the_same_weight() -> None:
 def test_a_client_that_learns_nothing_is_refused() -> None:
     with pytest.raises(FedsimError, match="learning rates"):
         simulated([0.0, 0.0], images=4)
+
+
+def test_what_no_witness_sees_of_the_training_is_read_off_a_declared_defense() -> None:
+    dropout, steps = {"name": "dropout", "rate": 0.5}, {"name": "local_aggregation", "steps": 9}
+    declared = simulated([0.1, 0.1], 4, dropout, steps)
+    assert declared == replace(simulated([0.1, 0.1], 4), dropout=0.5)
