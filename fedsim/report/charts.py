@@ -16,7 +16,7 @@ from fedsim.report.figures import read_texts
 from fedsim.report.judge import Verdict
 from fedsim.report.pictures import reconstruction_file
 from fedsim.report.row import LeaderboardRow, population_of
-from fedsim.results.reading import StoredRun
+from fedsim.results.reading import StoredRun, trial_of
 from fedsim.targets.membership import FALSE_POSITIVES
 from fedsim.types import CANDIDATE_MEMBERS
 
@@ -321,11 +321,13 @@ def _list_accused(
         best.setdefault(line.defense, line)
     curves = []
     for line in best.values():
-        trials = [
-            (run, row) for run in runs for row in run.rows if row.cell == line.cell and row.ok
-        ]
-        files = [path for run, row in trials if (path := reconstruction_file(run.folder, row))]
-        parts = [part for part in map(read_tensors, files) if "membership" in part]
+        files = {
+            trial_of(run, row): path  # a copied trial counts once
+            for run in runs
+            for row in run.rows
+            if row.cell == line.cell and row.ok and (path := reconstruction_file(run.folder, row))
+        }
+        parts = [part for part in map(read_tensors, files.values()) if "membership" in part]
         if not parts:
             continue
         scores = torch.cat([part["membership"] for part in parts])

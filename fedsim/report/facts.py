@@ -273,6 +273,8 @@ def round_seconds(runs: Sequence[StoredRun]) -> dict[str, float]:
 
 
 _SEED = "seed"
+_BESIDE = {"epsilon", "privacy", "sigma", "seconds"}
+"""Fields of a round that tell nothing of whether another is its copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,9 +316,11 @@ def attacks_nothing(runs: Sequence[StoredRun]) -> bool:
 def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
     """Returns a row for each variant and defense, of all seeds together, by their last rounds.
 
-    The order is that of `runs` and their rounds. Copies count, too. No round: no row.
+    The order is that of `runs` and their rounds. Runs of one seed whose last rounds measured the
+    same count once; the largest ε and σ are of all. A defense without a round has no row.
     """
     cells: dict[tuple[str, str], list[RoundRow]] = {}
+    first: dict[tuple[str, str], dict[str, RoundRow]] = {}  # of each cell, without copies
     audited: dict[tuple[str, str], list[float]] = {}
     closed: set[tuple[str, str]] = set()  # of learners that release in closed form
     for run in runs:
@@ -324,6 +328,9 @@ def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
         last = {row.defense: row for row in sorted(run.rounds, key=lambda row: row.round)}
         for defense in dict.fromkeys(row.defense for row in run.rounds):
             cells.setdefault((variant, defense), []).append(last[defense])
+            measured = last[defense].model_dump(exclude=_BESIDE)
+            key = canonical([run.setting("seed"), run.variant, measured])
+            first.setdefault((variant, defense), {}).setdefault(key, last[defense])
             if run.scenario and run.setting("model") is None:
                 closed.add((variant, defense))
         for audit in run.audits:
@@ -333,9 +340,11 @@ def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
             variant=variant,
             defense=defense,
             runs=len(rows),
-            **_weakest_claim(rows),
+            **_weakest_claim(cells[variant, defense]),
             audited_epsilon=max(audited.get((variant, defense), []), default=None),
-            sigma=max((r.sigma for r in rows if r.sigma is not None), default=None),
+            sigma=max(
+                (r.sigma for r in cells[variant, defense] if r.sigma is not None), default=None
+            ),
             test_loss=summarize([r.test_loss for r in rows if r.test_loss is not None]),
             accuracy=accuracy_of(rows),
             problem=_problem(rows, trains=(variant, defense) not in closed),
@@ -343,7 +352,8 @@ def utility(runs: Sequence[StoredRun]) -> list[UtilityRow]:
                 [100 * r.test_accuracy for r in rows if r.test_accuracy is not None]
             ),
         )
-        for (variant, defense), rows in cells.items()
+        for (variant, defense), own in first.items()
+        for rows in [list(own.values())]
     ]
 
 

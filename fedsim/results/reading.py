@@ -308,14 +308,18 @@ def measurements(runs: Iterable[StoredRun]) -> list[ResultRow]:
     """
     rows: dict[tuple[str, str, str], ResultRow] = {}
     for run in runs:
-        seed = str(run.setting("seed"))
         for row in run.rows:
-            # The same row at another seed or in another variant is a trial of its own.
-            key = (seed, canonical(row.variant), row.content)
+            key = trial_of(run, row)
             # The weakest claim wins: a copy must not make the run look more private.
             if key not in rows or _rank_copy(row) >= _rank_copy(rows[key]):
                 rows[key] = row
     return list(rows.values())
+
+
+def trial_of(run: StoredRun, row: ResultRow) -> tuple[str, str, str]:
+    """Returns what copies of one row of `run` have in common: seed, variant and content."""
+    # The same row at another seed or in another variant is a trial of its own.
+    return str(run.setting("seed")), canonical(row.variant), row.content
 
 
 def _rank_copy(row: ResultRow) -> tuple[float, bool, bool]:

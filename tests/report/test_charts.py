@@ -6,11 +6,22 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from fedsim.report.charts import _ChartAxis, _draw_chart, _move_apart, _rates, _Series
+from fedsim.report.charts import (
+    _ChartAxis,
+    _draw_chart,
+    _list_accused,
+    _move_apart,
+    _rates,
+    _Series,
+)
 from fedsim.targets.membership import membership_auc
 
 
@@ -81,3 +92,29 @@ def test_the_area_below_the_curve_is_the_score() -> None:
         rates = _rates(scores, members)
         assert rates[0] == (0, 0) and rates[-1] == (1, 1)
         assert math.isclose(area(rates), membership_auc(scores, members))
+
+
+def test_the_curve_counts_a_copied_trial_once(tmp_path: Path) -> None:
+    rows: list[Any] = [
+        SimpleNamespace(
+            cell="c",
+            ok=True,
+            variant={},
+            content=name,
+            observation=f"none/{name}",
+            attack=SimpleNamespace(label="a"),
+        )
+        for name in "xy"
+    ]
+    runs: list[Any] = []
+    for folder, held in ((tmp_path / "run", rows), (tmp_path / "copy", rows[:1])):
+        for place, row in enumerate(held):
+            path = folder / "reconstructions" / "none" / "a" / f"{row.content}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scores, members = torch.tensor([place, 0.5]), torch.tensor([True, False])
+            save_file({"membership": scores, "members": members}, path)
+        runs.append(SimpleNamespace(folder=folder, rows=held, setting=lambda *_: 0))
+    gains = {"membership_auc": SimpleNamespace(mean=0.0)}
+    line: Any = SimpleNamespace(gains=gains, defense="none", cell="c", limits={})
+    ((once,), (twice,)) = (_list_accused([line], of, {"none": 0}) for of in (runs[:1], runs))
+    assert once.points == twice.points

@@ -315,7 +315,10 @@ def test_a_run_that_attacks_nothing_shows_what_defenses_cost(tmp_path: Path) -> 
     unknown = "(δ unknown, unit unknown, neighbours unknown)"
     assert f"learner.columns=1own22 {unknown}–4.000–60.0" in page.flat
     assert "learner.columns=10none2∞––0.200–" in page.flat
-    told = describe(utility(load_runs([tmp_path]))).splitlines()
+    once = utility(load_runs([tmp_path]))
+    shutil.copytree(tmp_path / "1-2", tmp_path / "copy")
+    assert utility(load_runs([tmp_path])) == once, "a copy is no run of its own"
+    told = describe(once).splitlines()
     assert told[:2] == [
         "learner.columns=1, none: ε ∞, test loss 0.600",
         f"learner.columns=1, own: ε 2 {unknown}, σ 4.000, accuracy 60.0%",
