@@ -121,9 +121,11 @@ class SumServer:
         call is an AssertionError.
         """
         self._enough(len(answers), "gave shares")
-        survivors = self.survivors
-        assert self._total is not None
-        total, session = self._total, self._terms.session
+        survivors, session = self.survivors, self._terms.session
+        # Masks come off in place: a second opening would take them off twice.
+        total, self._total = self._total, None
+        if total is None:
+            raise AbortedError("the sum has been opened, or could not be")
         for client in survivors:
             # Of a survivor, the mask that it added for itself comes off.
             seed = self._secret(client, answers)
@@ -144,8 +146,6 @@ class SumServer:
                     key = secrets.agree_key(masking, other, pair, "mask", session)
                     # `other` added the mask if its number is the lower one, else it took it off.
                     secrets.add_mask(total, key, -1 if other < client else +1)
-        self._total = None
-        # Masks came off in place: a second opening would take them off twice.
         return total
 
     def _secret(self, client: int, answers: Mapping[int, Mapping[int, bytes]]) -> bytes:

@@ -274,9 +274,13 @@ def test_the_server_finds_wrong_shares_out() -> None:
     """One that lies about a share cannot move the sum; nothing is opened."""
     sum = _at(4)
     answers = sum.unmask()
-    answers[0][2] = answers[0][2][:4] + bytes([answers[0][2][4] ^ 1]) + answers[0][2][5:]
+    right = answers[0][2]
+    answers[0][2] = right[:4] + bytes([right[4] ^ 1]) + right[5:]
     with pytest.raises(AbortedError, match="shares of client 2's seed are wrong"):
         sum.server.reveal(answers)
+    with pytest.raises(AbortedError, match="has been opened, or could not be"):
+        # The masks of clients 0 and 1 are off already.
+        sum.server.reveal({**answers, 0: {**answers[0], 2: right}})
     sum = Sum(of(4), vectors(4, 6))
     sum.keys()
     sum.shares()
