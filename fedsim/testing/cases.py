@@ -371,9 +371,7 @@ def make_release(
             `row_norm`.
         ValueError: several clients are not combined, or a plugin refuses a parameter.
     """
-    stack = build_stack([reference(member) for member in defense])
-    if num_clients > 1 and stack.aggregation is None:
-        raise ValueError("several clients' releases need an aggregation defense to combine them")
+    stack = _stack_for(num_clients, defense)
     size = rows.shape[1]
     # Nothing is computed from the rows (`private_statistics`), so that a claim can be made.
     table = Table(
@@ -414,10 +412,14 @@ def make_kernel_release(
         members: (N,) bool: whether each image takes part.
         parameters: Parameters of learner ntk; None: its defaults.
         defense: Defenses as a scenario lists them, `name` and parameters each.
-        num_clients: Number of clients; without an aggregation defense only the first one is seen.
+        num_clients: Number of clients; several need an aggregation defense to combine them.
         seed: Seed of the random matrices and the defenses' noise.
+
+    Raises:
+        FedsimError: a plugin is unknown, or learner and defenses do not fit.
+        ValueError: several clients are not combined, or a plugin refuses a parameter.
     """
-    stack = build_stack([reference(member) for member in defense])
+    stack = _stack_for(num_clients, defense)
     channels = images.shape[1]
     dataset = Dataset(
         name="example",
@@ -434,6 +436,13 @@ def make_kernel_release(
     scenario = _scenario("ntk", learner.model_dump(mode="json"), num_clients)
     held = (as_pixels(images), labels)
     return _observe_release(scenario, stack, dataset, held, members, defense, seed)
+
+
+def _stack_for(num_clients: int, defense: Sequence[Mapping[str, Any]]) -> Stack:
+    stack = build_stack([reference(member) for member in defense])
+    if num_clients > 1 and stack.aggregation is None:
+        raise ValueError("several clients' releases need an aggregation defense to combine them")
+    return stack
 
 
 def _scenario(learner: str, parameters: Mapping[str, Any] | None, clients: int) -> Scenario:
@@ -461,8 +470,6 @@ def _observe_release(
     declared = declared_training(scenario.training)
     # All rows are dealt out, members or not, so that a client's share does not tell who took part.
     parts = torch.arange(len(members)).chunk(scenario.data.clients)
-    if stack.aggregation is None:
-        parts = parts[:1]
     updates = []
     for client, indices in enumerate(parts):
         kept = indices[members[indices]]

@@ -357,3 +357,8 @@ def test_what_cannot_be_read_is_refused():
         asked = replace(few, candidate=truth.rows[0])
         with pytest.raises(AttackFailed, match="of 15 released rows 3 are known"):
             solve(attack, observation, asked, 0)
+
+
+def test_releases_of_several_clients_that_nothing_combines_are_refused():
+    with pytest.raises(ValueError, match="aggregation defense"):
+        released(num_clients=2)
