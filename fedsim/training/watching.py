@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -408,7 +409,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, float]:
         for place, each in enumerate(value if pair else [value], 1):
             if isinstance(each, Tensor) and each.numel() == 1:
                 each = each.item()
-            if isinstance(each, int | float) and math.isfinite(each):
+            if isinstance(each, int | float) and abs(each) <= sys.float_info.max:
                 found[f"{name.removesuffix('s')}{place}" if pair else name] = float(each)
     return found
 

@@ -30,6 +30,7 @@ def batches(count: int, size: int = 2) -> list[tuple[Tensor, Tensor]]:
 def trained(data: list[tuple[Tensor, Tensor]], epochs: int = 1, most: int = 100) -> Steps:
     model, loss = net(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    optimizer.param_groups[0]["own"] = 10**400  # no float holds it
     with watch_training(most) as steps:
         for _ in range(epochs):
             for images, labels in data:
@@ -48,6 +49,7 @@ def test_steps_are_what_the_model_was_called_with() -> None:
     assert steps.order == [0, 1, 2, 3, 4, 5]
     assert steps.optimizer == "SGD"
     assert (steps.settings["lr"], steps.settings["momentum"]) == (0.1, 0.5)
+    assert "own" not in steps.settings
     assert steps.training_mode
 
 
