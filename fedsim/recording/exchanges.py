@@ -98,15 +98,8 @@ class Exchange(BaseModel):
     def number(self, key: str) -> float | None:
         """Returns the first number within ±1e100 called `key` in a record of `metrics`, or None."""
         for record in self.metrics.values():
-            value = record.get(key)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                try:
-                    number = float(value)
-                # An int of JSON may be too large for a float.
-                except OverflowError:
-                    continue
-                if abs(number) <= LARGEST:
-                    return number
+            if (number := _number(record.get(key))) is not None:
+                return number
         return None
 
 
@@ -330,9 +323,9 @@ def read_exchanges(folder: Path) -> list[Exchange]:
 
 
 def digest_of(exchanges: Sequence[Exchange]) -> str:
-    """Returns a SHA-256 in hex of rounds, nodes, ids and tensors, whatever the exchanges' order."""
+    """Returns a SHA-256 in hex of all that the exchanges' files hold, in any order of exchanges."""
     # Ids of messages are unique, so that two runs with equal tensors differ, too.
-    said = sorted((e.round, e.node_id, e.message_id, e.broadcast, e.reply) for e in exchanges)
+    said = sorted(each.model_dump_json() for each in exchanges)
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
@@ -413,6 +406,13 @@ def _count_bytes(folder: Path) -> int:
 LONGEST, MOST = 200, 200
 """Maximum characters of a text, and entries of a record, that are kept of what is not tensors."""
 
+
+def _number(value: object) -> float | None:
+    # To Python a truth value is an integer; an int of JSON may be too large for a float.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= LARGEST else None  # type: ignore
+
+
 PlainValue = bool | int | Annotated[float, Field(allow_inf_nan=False)] | str | list[str]
 
 
@@ -427,11 +427,8 @@ class DeployedPart(BaseModel):
     """Setting -> `plain_value`, or up to 200 texts of 200 characters; others are left out."""
 
     def number(self, key: str) -> float | None:
-        """Returns setting `key` as a finite number, or None; an int over 1.7e308: OverflowError."""
-        value = self.settings.get(key)
-        # To Python a truth value is an integer.
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return float(value) if is_number else None  # type: ignore[arg-type]
+        """Returns the setting `key`, a number within ±1e100, or None."""
+        return _number(self.settings.get(key))
 
     def __str__(self) -> str:
         """Names the part without its module, with its settings."""

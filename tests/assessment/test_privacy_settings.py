@@ -35,6 +35,7 @@ from fedsim.recording.exchanges import (
     Exchange,
     Recorder,
     describe_part,
+    digest_of,
     left_out,
     read_exchanges,
     read_parts,
@@ -213,6 +214,7 @@ BEHIND = [describe_part(own_mod), describe_part(fixedclipping_mod)]
     [
         (SERVER(Doubling(), 1, 1, 1), [[1]], None, {}, "inside"),
         (SERVER(FedAvg(), 0, 1, 1), [[1]], None, {}, "no noise"),
+        (SERVER(FedAvg(), 10**400, 1, 1), [[1]], None, {}, "no noise"),
         (SERVER(FedAvg(), 1, 1, 2), [[1]], None, {}, "recorded"),
         (SERVER(FedAvg(), 1, 1, 1), [[0]], None, {}, "weighted"),
         (CLIENT(FedAvg(), 1, 1, 1), [[1]], None, {}, "not known"),
@@ -358,3 +360,10 @@ def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
     path.write_text('{"mods": [{"name": 1}]}')
     with pytest.raises(FedsimError, match="not what a tap writes"):
         read_parts(path.parent, "mods")
+
+
+@pytest.mark.parametrize("field", ["config", "metrics"])
+def test_recordings_that_state_other_numbers_are_different_ones(field: str, tmp_path: Path) -> None:
+    found = exchanges(tmp_path, [[1, 2]])
+    changed = [each.model_copy(update={field: {"m": {"num-examples": 3}}}) for each in found]
+    assert digest_of(found) == digest_of(found[::-1]) != digest_of(changed)
