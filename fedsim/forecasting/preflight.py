@@ -60,8 +60,7 @@ def preflight(
         defenses: A stack as a scenario has it: names, or mappings of `name` and parameters.
         clients: Number of clients whose mean update alone is seen.
         grant: Knowledge that the attacker is granted, as `knowledge` in a scenario.
-        images: (P, C, H, W) pixels in [0, 1] of the kind that clients hold, at least two; None for
-            synthetic ones.
+        images: (P, C, H, W) pixels in [0, 1] like the clients', P >= 2; None for synthetic ones.
         labels: (P,) integer classes of `images`; None without images.
         seed: Seed of the batches and of synthetic images.
     """
