@@ -35,18 +35,22 @@ def sheffet_sigma(row_norm: float, r: float, epsilon: float, delta: float) -> fl
     """Computes σ of the rows σ I appended to data: sqrt(4 l² (sqrt(2 r log(4/δ)) + log(4/δ)) / ε).
 
     By Sheffet (ALT 2019), a Gaussian random projection of the data with these rows is then (ε,
-    δ)-private. No argument is checked.
+    δ)-private. An argument out of its range is a FedsimError.
 
     Args:
-        row_norm: l, at least the L2 norm of every row that any database may have. Sheffet takes it
-            from the data: that releases l, and the noise of two neighbours then differs.
-        r: number of columns of the projection.
+        row_norm: l, above 0, at least the L2 norm of every row that any database may have. Sheffet
+            takes it from the data: that releases l, and the noise of two neighbours then differs.
+        r: number of columns of the projection, at least 1.
         epsilon: above 0.
         delta: in (0, 1).
 
     >>> round(sheffet_sigma(1.1075, 300, 1.0, 1 / 2809), 3)
     20.317
     """
+    require_range("row_norm", row_norm, _LEAST, _MOST, "a number above 0")
+    require_range("r", r, 1, _MOST, "a number of columns, at least 1")
+    require_range("epsilon", epsilon, _LEAST, _MOST, "a number above 0")
+    require_delta(delta)
     log = math.log(4 / delta)
     return 2 * row_norm * math.sqrt((math.sqrt(2 * r * log) + log) / epsilon)
 
@@ -110,6 +114,7 @@ def kan_independent_epsilon(
 
 
 KAN_METHOD = "Theorem F.12 of the KAN paper (its Gaussian step exact where the paper's falls short)"
+_LEAST, _MOST = 1e-150, 1e150
 _SHARE = 0.5
 """α: the share of δ that goes to the tail of the participations."""
 
@@ -131,9 +136,9 @@ def kan_noise(
         correlation: λ in [0, 1).
 
     Raises:
-        FedsimError: ε is not above 0, or η > 1, so that the theorem does not apply.
+        FedsimError: an argument is out of its range, or η > 1: then the theorem does not apply.
     """
-    if epsilon <= 0:
+    if not epsilon > 0:
         raise FedsimError("variant paper: Theorem F.12 needs ε > 0: use variant: exact")
     reach = _reach(delta, steps=steps, sampling_rate=sampling_rate, correlation=correlation)
     # The classical mechanism is proven for ε <= 1 only; beyond, the exact one may need more noise.
@@ -144,7 +149,7 @@ def kan_noise(
 def kan_epsilon(
     noise: float, delta: float, *, steps: int, sampling_rate: float, correlation: float
 ) -> float:
-    """Computes the least ε for which `kan_noise` is at most `noise`; a FedsimError if η > 1 there.
+    """Computes the least ε for which `kan_noise` is at most `noise`; it fails as that does.
 
     Args:
         noise: above 0, standard deviation of z_t over the clipping norm; z_t, η, T: `kan_noise`.
@@ -153,6 +158,7 @@ def kan_epsilon(
         sampling_rate: q, the probability of an example to be in a step's batch.
         correlation: λ in [0, 1).
     """
+    require_range("noise", noise, math.nextafter(0, 1), math.inf, "a number above 0")
     reach = _reach(delta, steps=steps, sampling_rate=sampling_rate, correlation=correlation)
     exact = float(gaussian.epsilon(noise / reach, (1 - _SHARE) * delta))
     return max(_classical(delta) * reach / noise, exact)
@@ -164,6 +170,10 @@ def _classical(delta: float) -> float:
 
 def _reach(delta: float, *, steps: int, sampling_rate: float, correlation: float) -> float:
     """Bounds how far an example moves C G, in clipping norms; exceeded with probability α δ."""
+    require_delta(delta)
+    require_range("steps", steps, 1, _MOST, "a number of at least 1")
+    require_range("sampling_rate", sampling_rate, _LEAST, 1, "a probability above 0")
+    require_range("correlation", correlation, 0, math.nextafter(1, 0), "a number in [0, 1)")
     participations = steps * sampling_rate
     # Chernoff: more than (1 + η) T q participations have probability at most exp(-η² T q / 3),
     # which is set to α δ. It holds for η <= 1.

@@ -29,6 +29,16 @@ EpsilonDelta = tuple[float, float]
 """An (ε, δ) that a release has."""
 
 
+_TINY = 1e-150
+"""Least number whose square is above 0 for certain."""
+
+
+def _within(least: float, most: float = math.inf, **values: float) -> None:
+    for name, value in values.items():
+        if not least <= value <= most:
+            raise FedsimError(f"{name}: got {value:g}; expected {least:g} to {most:g}")
+
+
 def tensor_rate(
     *,
     width: int,
@@ -41,7 +51,8 @@ def tensor_rate(
 ) -> float:
     """Computes K (B + σ c) sqrt(d / (p m)), proportional to the error of `tensor_features`.
 
-    Source: Liu et al., Data Reconstruction Attacks and Defenses, section 3. Nothing is checked.
+    Source: Liu et al., Data Reconstruction Attacks and Defenses, section 3. An argument out
+    of its range is a FedsimError.
 
     Args:
         width: m, number of planted neurons.
@@ -58,6 +69,9 @@ def tensor_rate(
     >>> tensor_rate(width=4096, dimension=64, images=1, classes=2, noise=1, clipped=3)
     1.0
     """
+    _within(1, width=width, dimension=dimension, images=images, classes=classes, clipped=clipped)
+    _within(0, noise=noise)
+    _within(_TINY, 1, kept=kept)
     return classes * (images + noise * clipped) * math.sqrt(dimension / (kept * width))
 
 
@@ -71,6 +85,8 @@ def gaussian_information(energy: float, std: float) -> float:
     >>> gaussian_information(energy=1.0, std=2.0)
     0.125
     """
+    _within(0, energy=energy)
+    _within(_TINY, std=std)
     # n ln(1 + P / n) <= P in any number n of entries.
     return energy / (2 * std**2)
 
@@ -89,12 +105,17 @@ def chance_within(error: float, information: float, dimension: int) -> float:
     """
     from scipy.special import betainc
 
+    _within(0, 1, error=error)
+    _within(0, information=information)
+    _within(2, dimension=dimension)
     # The squared sine of a uniform direction's angle to a
     # line has the law Beta((d - 1) / 2, 1 / 2).
     share = float(betainc((dimension - 1) / 2, 0.5, error**2))
     # The share underflows in high dimensions, where the bound tends to 0.
     if share == 0:
         return 0.0
+    if share == 1:
+        return 1.0
     return min(1.0, (information + math.log(2)) / -math.log(share))
 
 
@@ -171,7 +192,8 @@ def tensor_bound(
     """Returns Theorem B.1's bound (Liu et al.) at `rate`, and the first condition that fails.
 
     With every hidden constant and logarithm taken for 1 the conditions are the easiest to meet: a
-    bound that fails here fails whatever they are. An unknown `activation` is a KeyError.
+    bound that fails here fails whatever they are. An unknown `activation` is a KeyError, and a
+    number out of its range a FedsimError.
 
     Args:
         rate: `tensor_rate` of the same setting, noise and dropout included.
@@ -183,6 +205,9 @@ def tensor_bound(
         independence: π_min in (0, 1], the least singular value of the unit features.
         steps: local steps, of which the paper proves one and two.
     """
+    _within(0, rate=rate)
+    _within(1, width=width, dimension=dimension, images=images, classes=classes, steps=steps)
+    _within(_TINY, 1, independence=independence)
     # Checked before the rate is looked at: without a unique decomposition it has no meaning.
     if images > dimension:
         return TensorBound(

@@ -133,10 +133,12 @@ def chance_of(more: int, others: int, fewer: int, rest: int) -> float:
 
 
 def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary | None:
-    """Summarizes `values`, which have to be finite; returns None for an empty sample."""
+    """Summarizes `values`, None for an empty sample; a ValueError refuses NaN and infinity."""
     if not values:
         return None
     sample = np.asarray(values, dtype=np.float64)
+    if not np.isfinite(sample).all():
+        raise ValueError("values: expected finite numbers, got NaN or infinity")
     several = len(sample) > 1
     low, high = None, None
     spread = float(sample.max() - sample.min())

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,17 @@ from scipy.stats import binom, norm
 
 from fedsim.contracts.stack import Stack
 from fedsim.privacy import calculator, ledger
+from fedsim.privacy.baselines import kan_noise, sheffet_sigma
 from fedsim.privacy.composition import correlated
+from fedsim.privacy.composition.correlated import reach
 from fedsim.privacy.ledger import Entry, claim
 from fedsim.privacy.numerics import gaussian, work
+from fedsim.privacy.recovery import (
+    chance_within,
+    gaussian_information,
+    tensor_bound,
+    tensor_rate,
+)
 from fedsim.scenario.build import build_stack
 from fedsim.scenario.model import PluginRef
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim, Sampling
@@ -176,3 +185,34 @@ def test_divergences_are_no_less_than_that_of_the_mean_shift(noise: float, size:
     assert (np.array(found) >= least).all()
     assert beyond or (np.array(found) <= most * (1 + 1e-12)).all()
     assert (np.array(found) > 0).all()
+
+
+RATE = {"width": 9, "dimension": 2, "images": 1, "classes": 2}
+KAN = {"epsilon": 1.0, "delta": 1e-5, "steps": 370, "sampling_rate": 0.1, "correlation": 0.5}
+SHEFFET = {"row_norm": 1.0, "r": 3, "epsilon": 1.0, "delta": 1e-5}
+WITHIN = {"error": 0.5, "information": 1.0, "dimension": 5}
+
+
+@pytest.mark.parametrize(
+    ("function", "right", "wrong"),
+    [
+        (kan_noise, KAN, {"delta": 1.5, "sampling_rate": 0.0, "correlation": 1.0, "steps": 0}),
+        (sheffet_sigma, SHEFFET, {"epsilon": 0.0, "delta": 0.0, "row_norm": math.nan, "r": -1}),
+        (tensor_rate, RATE, {"width": 0, "kept": 0.0, "dimension": -1, "noise": math.nan}),
+        (tensor_bound, {**RATE, "rate": 0.1}, {"independence": 0.0, "rate": math.nan}),
+        (gaussian_information, {"energy": 1.0, "std": 1.0}, {"std": 0.0, "energy": -1.0}),
+        (chance_within, WITHIN, {"error": 1.5, "information": math.nan, "dimension": 1}),
+        (reach, {"schedules": [(True,)], "correlation": 0.5}, {"schedules": []}),
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_name(
+    function: Any, right: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    function(**right)
+    for name, value in wrong.items():
+        with pytest.raises(FedsimError, match=f"^{name}: "):
+            function(**{**right, name: value})
+
+
+def test_anything_is_within_a_sine_of_one() -> None:
+    assert chance_within(1.0, 1.0, 5) == 1.0

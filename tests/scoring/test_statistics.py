@@ -16,6 +16,8 @@ def test_figures_of_a_known_sample():
         short = summarize(few)
         assert (short.n, short.low, short.high) == (len(few), None, None)
     assert summarize([]) is None
+    with pytest.raises(ValueError, match="finite"):
+        summarize([1.0, float("nan")])
 
 
 @pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedsim.privacy.numerics import gaussian, work
+from fedsim.types import FedsimError
 
 Array = NDArray[np.float64]
 Rounding = Literal["up", "down"]
@@ -220,12 +221,14 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
 def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
     """Computes the largest ||C z||, as in `sensitivity`, over one or more public `schedules` z.
 
-    A schedule says of each step whether the client takes part.
+    A schedule says of each step whether the client takes part. Without one, it is a FedsimError.
 
     >>> reach([(True, False), (False, True)], 0.5) == 1.25**0.5
     True
     """
     present = np.array(list(schedules), dtype=bool)
+    if not present.size:
+        raise FedsimError("schedules: expected at least one, of at least one step, got none")
     return float(np.linalg.norm(accumulate(present, correlation), axis=1).max())
 
 

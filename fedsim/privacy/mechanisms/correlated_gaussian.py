@@ -251,8 +251,8 @@ class CorrelatedCurve(_CorrelatedKeys, Curve):
         def is_enough(by: float) -> bool:
             delta = min(least * math.exp(by), 1.0)
             return (
-                baselines.kan_noise(epsilon, delta, **self._shape) <= self.noise_multiplier
-                or delta >= 1
+                delta >= 1
+                or baselines.kan_noise(epsilon, delta, **self._shape) <= self.noise_multiplier
             )
 
         if least >= 1:
