@@ -331,7 +331,7 @@ aggregation by float masks of a shared secret
 
 # Rivals behind a planted head are compared fairly.
 a run's rows are dropped for those of another of its name
-    fedsim/results/reading.py:measurements [results/test_identity]
+    fedsim/results/reading.py:trial_of [results/test_identity]
     row.content => row.place
 runs of one name with other figures are pooled
     fedsim/results/reading.py:_contradictions [results/test_identity]
