@@ -112,18 +112,18 @@ class TapGrid:
         """Sends the strategy's training messages, then its probes; records what is observed.
 
         It is called once between `begin` and `end`, and may replace the content of `messages` by
-        fedsim's own order. All get the arrays of the first, by client: without `arrays` it is a
-        KeyError, with another record there a FedsimError. It returns one reply for each accepted
-        update, by ascending client, or none: a reply's arrays are that client's new weights,
-        computed when they are read, until `end`. If the stack combines updates, there is one reply
-        with the weights that the combination gives, or none.
+        fedsim's own order. All get the arrays of the first, by client: it is a FedsimError if that
+        has none. It returns one reply for each accepted update, by ascending client, or none: a
+        reply's arrays are that client's new weights, computed when they are read, until `end`. If
+        the stack combines updates, there is one reply with the weights that the combination gives,
+        or none.
         """
         # Sums depend on their order, and node numbers differ between engines: the order is by
         # client.
         jobs = sorted(messages, key=self._client_of)
         if not jobs:
             return []
-        arrays = jobs[0].content[wire.ARRAYS]
+        arrays = jobs[0].content.get(wire.ARRAYS)
         if not isinstance(arrays, ArrayRecord):
             raise FedsimError(f"the strategy sends no {wire.ARRAYS!r} to the clients")
         self._arrays, self._parameters = arrays, wire.decode(arrays)

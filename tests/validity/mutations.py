@@ -425,7 +425,7 @@ n counts runs
     fedsim/report/leaderboard.py:_aggregate [validity/test_victims]
     group_apart(rows) => [[i] for i in range(len(rows))]
 runs of other seeds are dropped as copies
-    fedsim/results/reading.py:measurements [results/test_identity]
+    fedsim/results/reading.py:trial_of [results/test_identity]
     str(run.setting('seed')) => ''
 of trials that share an image the luckiest counts
     fedsim/report/leaderboard.py:_aggregate.measured [validity/test_beside_leakage]
