@@ -92,7 +92,8 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
     assert isinstance(layer, nn.Linear)
     step = mean_gradient_factor(observation.training)
     images = observation.num_images
-    if not any(bool(t.any()) for n, t in observation.update.items() if n.startswith(name)):
+    left = [n for n, t in observation.update.items() if t.any()]
+    if left and not any(n.startswith(f"{name}.") for n in left):
         counts = _counts_of_direction(model, observation)
         return _as_labels(counts, observation.training), counts.new_zeros(())
     features, probabilities, offset = _dummy_response(model, layer, observation)

@@ -119,3 +119,9 @@ def test_labels_show_in_the_body_where_nothing_of_the_head_is_sent(model):
         defense = [{"name": "exclude_vars", "exclude_vars": "head"}]
         observation, _ = make_observation(*batch, model=model, defense=defense)
         assert infer_labels(observation).tolist() == [label]
+
+
+def test_an_update_of_zeros_costs_accuracy_and_never_a_crash():
+    observation = observe([3, 6], **MODELS["mlp"])
+    silent = {name: torch.zeros_like(tensor) for name, tensor in observation.update.items()}
+    assert infer_labels(replace(observation, update=silent)).shape == (2,)
