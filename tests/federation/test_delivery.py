@@ -205,17 +205,6 @@ def test_a_message_content_used_again_is_sent_as_it_is_then() -> None:
     assert seen == [1.0] * 3 + [2.0] * 3
 
 
-def test_one_clients_exception_is_its_own() -> None:
-    def answer(message: Message, context: Context) -> Message:
-        if context.node_config["partition-id"] == 1:
-            raise RuntimeError("broken client")
-        return Message(RecordDict(), reply_to=message)
-
-    replies = grid(answer).send_and_receive(messages(RecordDict()))
-    assert [reply.has_error() for reply in replies] == [False, True, False]
-    assert replies[1].error.reason == "RuntimeError: broken client"
-
-
 def test_waiting_for_a_worker_makes_nobody_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker, three clients of 0.15 s: the last answers after 0.45 s, on time at 0.3 s."""
     clock = stopped(monkeypatch)

@@ -120,13 +120,6 @@ def test_a_damaged_note_of_used_noise_is_refused(tmp_path: Path) -> None:
         ask(tmp_path, stack="noisy")
 
 
-def test_a_probe_leaves_the_defenses_memory_alone(tmp_path: Path) -> None:
-    ask(tmp_path, stack="topk", probe=Probe(batch_size=2, trial=0))
-    assert not (tmp_path / "client_state").exists()
-    ask(tmp_path, stack="topk")
-    assert ClientState(tmp_path, "topk", 0).before(2)
-
-
 @pytest.mark.parametrize(("every", "kept"), [(1, [6, 7]), (3, [6, 7]), (5, [5, 6, 7]), (9, None)])
 def test_memory_is_kept_as_far_back_as_a_checkpoint_may_lie(
     every: int, kept: list[int] | None, tmp_path: Path

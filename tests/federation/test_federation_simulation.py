@@ -80,30 +80,25 @@ def test_an_error_of_the_child_is_the_parents_error(tmp_path: Path) -> None:
         train(wanted, tmp_path, "topk")
 
 
-def test_a_child_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = ["-c", "import sys; sys.stdin.readline(); sys.exit('no memory left')"]
-    started = subprocess.Popen
-
-    def instead(command: list[str], **options: Any) -> Any:
-        return started([command[0], *silent], **options)
-
-    monkeypatch.setattr(subprocess, "Popen", instead)
-    with pytest.raises(FedsimError, match=r"ended with status 1 .*no memory left"):
-        train(demanding("simulation"), tmp_path, "topk")
-
-
-def test_a_child_that_lingers_after_an_error_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("sys.exit('no memory left')", "ended with status 1 .*no memory left"),
+        ("""print('{"error": "no"}', flush=True); time.sleep(600)""", "no"),
+    ],
+)
+def test_a_child_that_dies_is_reported_and_one_that_lingers_after_an_error_is_ended(
+    does: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = """import sys, time; sys.stdin.readline(); print('{"error": "no"}', flush=True)"""
     started, children = subprocess.Popen, list[Any]()
 
     def instead(command: list[str], **options: Any) -> Any:
-        children.append(started([command[0], "-c", f"{said}; time.sleep(600)"], **options))
+        code = f"import sys, time; sys.stdin.readline(); {does}"
+        children.append(started([command[0], "-c", code], **options))
         return children[0]
 
     monkeypatch.setattr(subprocess, "Popen", instead)
-    with pytest.raises(FedsimError, match="no"):
+    with pytest.raises(FedsimError, match=said):
         train(demanding("simulation"), tmp_path, "topk")
     assert children[0].poll() is not None
 

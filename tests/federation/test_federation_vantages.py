@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from federation_support import (
+    Fault,
     contents,
     observation,
     same,
@@ -136,9 +137,6 @@ def test_the_client_alone_is_recorded_where_only_it_looks(tmp_path: Path) -> Non
     assert {p.parent.name for p in tmp_path.glob("truth/none/*/*/*")} == {
         "participant-0000-training"
     }
-
-
-Fault = Callable[[int, Message, Callable[[], Message]], Message]
 
 
 def failing(client: int) -> Fault:

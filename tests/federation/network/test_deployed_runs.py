@@ -255,13 +255,32 @@ def test_each_run_draws_noise_of_its_own_and_resumes_with_the_same(
     assert contents(tmp_path / "first", "observations/noise") == found[0]
 
 
-def test_a_node_that_refuses_ends_the_run_before_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changes", "policy", "said"),
+    [
+        (
+            {},
+            Policy(stacks=[TINY["defenses"]["noise"]]),
+            r"a node refuses: .*defenses\.none: this node's policy",
+        ),
+        ({"audit": {}}, None, "audit: canaries"),
+        (
+            {"observe": {"rounds": [1], "vantages": ["eavesdropper"]}},
+            None,
+            r"federation\.tls: true, and the link .* plaintext",
+        ),
+    ],
+)
+def test_what_a_node_or_the_link_refuses_ends_the_run_before_it_began(
+    changes: dict[str, Any],
+    policy: Policy | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    policy = Policy(stacks=[TINY["defenses"]["noise"]])
     connect(monkeypatch, nodes(tmp_path / "homes", policy=policy))
-    with pytest.raises(FedsimError, match=r"a node refuses: .*defenses\.none: this node's policy"):
-        pipeline.run(deployed(), out=tmp_path / "out", workers=1, link=LINK)
+    with pytest.raises(FedsimError, match=said):
+        pipeline.run(deployed(TINY | changes), out=tmp_path / "out", workers=1, link=LINK)
     assert not (tmp_path / "out" / "scenario.yaml").exists()
 
 
@@ -272,21 +291,6 @@ def test_a_deployment_without_superlink_is_refused(tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "scenario.yaml").write_text(json.dumps(TINY))
         pipeline.collect(tmp_path / "other")
-
-
-def test_an_audit_is_for_other_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect(monkeypatch, nodes(tmp_path / "homes"))
-    with pytest.raises(FedsimError, match="audit: canaries"):
-        pipeline.run(deployed({**TINY, "audit": {}}), out=tmp_path / "out", link=LINK)
-
-
-def test_what_an_eavesdropper_hears_is_what_the_link_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connect(monkeypatch, nodes(tmp_path / "homes"))
-    watched = deployed({**TINY, "observe": {"rounds": [1], "vantages": ["eavesdropper"]}})
-    with pytest.raises(FedsimError, match=r"federation\.tls: true, and the link .* plaintext"):
-        pipeline.run(watched, out=tmp_path / "out", link=LINK)
 
 
 def test_the_noise_of_the_server_is_its_secret(

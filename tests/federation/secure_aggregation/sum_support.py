@@ -80,6 +80,12 @@ class Sum:
         agreed = self.server.agreed
         return {one: self.clients[one].unmask(agreed) for one in agreed if one not in gone}
 
+    def through(self, stages: int) -> Sum:
+        """After so many stages that nobody misses."""
+        for step in (self.keys, self.shares, self.mask, self.agree)[:stages]:
+            step()
+        return self
+
     def run(self, *gone: Collection[int]) -> Ring:
         """The opened sum; `gone` says who stays away from which stage on."""
         away = [set().union(*gone[: stage + 1]) for stage in range(5)]

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from federation_support import identities
 from sum_support import MODEL, Sum, fresh, of, vectors
 
 from fedsim.federation.secure_aggregation import secrets
-from fedsim.federation.secure_aggregation.client import SumClient
 from fedsim.federation.secure_aggregation.secrets import Published
 from fedsim.federation.secure_aggregation.terms import AbortedError
 
@@ -62,8 +60,7 @@ def _with_key(sum: Sum, colluding: int, key: bytes, kind: str = "masking") -> No
 
 @pytest.mark.parametrize("kind", ["sealing", "masking"])
 def test_a_key_with_its_top_bit_set_is_refused_by_all(kind: str) -> None:
-    sum = Sum(of(4), vectors(4, 6))
-    sum.keys()
+    sum = Sum(of(4), vectors(4, 6)).through(1)
     honest = getattr(sum.directory[0], kind)
     key = top_bit(honest)
     assert shared(bytes(range(32)), key) == shared(bytes(range(32)), honest)
@@ -75,8 +72,7 @@ def test_a_key_with_its_top_bit_set_is_refused_by_all(kind: str) -> None:
 
 
 def test_the_same_key_for_two_kinds_is_refused() -> None:
-    sum = Sum(of(4), vectors(4, 6))
-    sum.keys()
+    sum = Sum(of(4), vectors(4, 6)).through(1)
     _with_key(sum, 3, sum.directory[0].masking, "sealing")
     with pytest.raises(AbortedError, match="stands twice"):
         sum.clients[1].shares(sum.directory)
@@ -115,15 +111,3 @@ def test_masks_with_another_spelling_of_a_key_cancel_nothing(spelling: str) -> N
     secrets.add_mask(vector, secrets.own_mask(seed, session), -1)
     secrets.add_mask(vector, known, -1)
     assert (vector == inputs[1]).mean() < 0.1
-
-
-def test_keys_of_another_session_are_nobodys() -> None:
-    """Of another run of the same scenario, among others: its name is in the session."""
-    everyone = identities(4)
-    terms = of(4, session=b"one run")
-    again = replace(terms, session=b"another")
-    client, other = SumClient(terms, 0, everyone[0]), SumClient(again, 1, everyone[1])
-    rest = {n: SumClient(terms, n, everyone[n]).keys(fresh) for n in (2, 3)}
-    directory = {0: client.keys(fresh), 1: other.keys(fresh), **rest}
-    with pytest.raises(AbortedError, match="client 1 are not signed by it"):
-        client.shares(directory)
