@@ -1,17 +1,22 @@
-"""What the witness saw of a client's training is what attacks simulate."""
+"""What an assessment takes from a client's training, and the command that repeats it."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
+from fedsim.assessment.assess import AssessSettings, _classes_of, _command_of
 from fedsim.assessment.clients import AppTraining
+from fedsim.contracts.grant import Grant
 from fedsim.models.local import mean_gradient_factor
 from fedsim.recording.witnessed import Witnessed
+from fedsim.scenario import grant_of
 from fedsim.types import FedsimError, LocalTraining
 
 
@@ -57,3 +62,17 @@ def test_what_no_witness_sees_of_the_training_is_read_off_a_declared_defense() -
     dropout, steps = {"name": "dropout", "rate": 0.5}, {"name": "local_aggregation", "steps": 9}
     declared = simulated([0.1, 0.1], 4, dropout, steps)
     assert declared == replace(simulated([0.1, 0.1], 4), dropout=0.5)
+
+
+def test_the_command_grants_what_was_granted(tmp_path: Path) -> None:
+    grant = Grant(labels="known", public="test")
+    words = shlex.split(_command_of(tmp_path, "app:Net", [], AssessSettings(grant=grant)))
+    stated = [words[place + 1] for place, word in enumerate(words) if word == "--grant"]
+    assert grant_of(stated) == grant
+
+
+def test_a_trial_leaves_each_module_in_its_mode() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 5)).train()
+    model[1].eval()
+    assert _classes_of(model, (3, 2, 2)) == 5
+    assert [part.training for part in model] == [True, False, True]

@@ -307,25 +307,18 @@ def test_of_norms_that_change_the_largest_is_claimed(tmp_path: Path) -> None:
     assert privacy["epsilon"] == pytest.approx(float(gaussian.epsilon(multiplier, 1e-5)))
 
 
-def test_what_differs_between_clients_is_not_claimed(tmp_path: Path) -> None:
-    found = exchanges(tmp_path, [[1, 1]])
-    mods = {"1-0": [describe_part(LOCAL_DP)], "1-1": []}
-    settings = read_privacy(found, mods, None)
-    assert settings.defenses is not None
-    assert "differ" in settings.defenses.unproven
-
-
 @pytest.mark.parametrize(
     ("mods", "missing", "reason"),
     [
         ({"1-0": [describe_part(LOCAL_DP)]}, [], "not witnessed"),
+        ({"1-0": [describe_part(LOCAL_DP)], "2-0": []}, [], "differ"),
         (None, ["answered twice in a round: 3 messages"], "answered twice"),
         (None, ["sent with other mods than before: 1 message"], "other mods"),
         (None, ["no room below max_gib: 1 message"], "no room"),
         (None, ["a client answered with an error: 1 message"], ""),
     ],
 )
-def test_releases_that_nobody_counted_are_not_claimed(
+def test_releases_that_differ_or_that_nobody_counted_are_not_claimed(
     mods: Any, missing: list[str], reason: str, tmp_path: Path
 ) -> None:
     found = exchanges(tmp_path, [[1], [1]])

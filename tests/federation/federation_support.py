@@ -113,14 +113,12 @@ def train_with_fault(
 
 
 def final_model(out: Path, wanted: Scenario, stack: str = "none") -> dict[str, torch.Tensor]:
-    """Parameters and float buffers after the last round."""
     saved = Checkpoints(out, wanted, stack).load()
     assert saved is not None and saved.round == wanted.training.rounds
     return {**saved.parameters, **saved.buffers}
 
 
 def observation(out: Path, id: str) -> Observation:
-    """A recording by its id."""
     return load_observation(out / "observations" / f"{id}.json")
 
 
@@ -139,7 +137,6 @@ def results(records: list[RoundRecord]) -> list[dict[str, Any]]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether all tensors are equal bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -87,15 +87,6 @@ def test_fedavg_with_batch_norm_is_the_mean_of_locally_trained_models(tmp_path: 
     assert deviation(final_model(tmp_path, wanted), {**parameters, **buffers}) < 1e-5
 
 
-def test_an_aggregate_trains_the_same_model_as_single_updates(tmp_path: Path) -> None:
-    wanted = scenario(defenses={"none": [], "secure": [{"name": "aggregate"}]})
-    for stack in ("none", "secure"):
-        train(wanted, tmp_path, stack)
-    each, combined = (final_model(tmp_path, wanted, stack) for stack in ("none", "secure"))
-    assert deviation(each, workload(wanted).initial()[0]) > 0
-    assert deviation(combined, each) < 1e-6
-
-
 def test_a_tiny_update_survives_the_wire(tmp_path: Path) -> None:
     """As new weights in float32 it would have been rounded away: it is 1e-9 of them."""
     clip = [{"name": "clip", "parameters": {"norm": 1e-9}}]

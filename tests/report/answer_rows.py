@@ -68,7 +68,6 @@ def trial(
 
 
 def trials(values: Sequence[float | None], **case: Any) -> Lines:
-    """One row for each PSNR."""
     return [trial(value, trial=number, **case) for number, value in enumerate(values)]
 
 

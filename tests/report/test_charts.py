@@ -79,7 +79,6 @@ def test_no_label_covers_another() -> None:
 
 
 def area(rates: list[tuple[float, float]]) -> float:
-    """Below the curve, by trapezoids."""
     return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(rates))
 
 

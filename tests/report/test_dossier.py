@@ -42,7 +42,6 @@ def page_of(folder: Path) -> Page:
 
 
 def chapter(page: Page, number: int) -> str:
-    """The words of a chapter."""
     start = page.html.index(f'id="chapter-{number}"')
     end = page.html.find(f'id="chapter-{number + 1}"')
     words = re.sub(r"<[^>]+>", " ", page.html[start:end])

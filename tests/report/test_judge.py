@@ -33,7 +33,6 @@ LEAKY = [18.0, 18.1, 18.2, 18.3, 18.4]
 
 
 def stating(rows: Lines, certified: int, false: int | None) -> Lines:
-    """The same trials with a certificate each."""
     return changed(rows, certificate={"images": 1, "certified": certified, "false": false})
 
 
@@ -48,7 +47,6 @@ def with_features(rows: Lines, span: float, guessed: float = 0.5) -> Lines:
 
 
 def of_features(span: float, **case: Any) -> Lines:
-    """Trials of an attack that recovers features and no pictures."""
     rows = trials(FAILS, attack="head_features", **case)
     return [
         row
@@ -82,7 +80,6 @@ def of_likeness(name: str, own: float, guess: float, other: float) -> Lines:
 
 
 def in_one(rows: Lines, number: int, **parts: dict[str, Any]) -> Lines:
-    """The same trials, one of them changed."""
     rows = list(rows)
     rows[number] = rows[number] | {k: rows[number].get(k, {}) | v for k, v in parts.items()}
     return rows

@@ -39,7 +39,6 @@ def run_of(
 
 
 def of_dp(rows: Lines) -> Lines:
-    """All rows, with these of dp."""
     return [*WORKS, *rows, *PRUNED]
 
 
@@ -212,7 +211,6 @@ def with_metrics(**metrics: float) -> Change:
 
 
 def in_trial(number: int, psnr: float) -> Change:
-    """One trial of that PSNR."""
     return lambda rows: [
         row | {"metrics": row["metrics"] | {"psnr": psnr}} if row["trial"] == number else row
         for row in rows

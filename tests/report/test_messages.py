@@ -19,16 +19,6 @@ from fedsim.report.judge import Reliance, missing_terms
 from fedsim.words import printable
 
 GOLDEN: dict[str, tuple[Lines, str]] = {
-    "nothing": (
-        trials(FAILS),
-        "Behind dp, the server gets nothing beyond the guess; not shown: only these attacks failed "
-        "here, and no guarantee says that others will.",
-    ),
-    "rely": (
-        SAFE,
-        "Behind dp, the server gets nothing beyond the guess; rely on it for what its ε promises, "
-        "and no more.",
-    ),
     "few": (
         SAFE[:2],
         "Behind dp, the server gets nothing certain beyond the guess; not shown: too few trials "
@@ -43,10 +33,6 @@ GOLDEN: dict[str, tuple[Lines, str]] = {
         [*trials([17.5, 18.8, 20.1], ssim=0.9), *trials(FAILS[:3], attack="idlg", ssim=0.1)],
         "Behind dp, the server gets recognizable pictures in all 3 trials; do not rely on it: the "
         "attack works.",
-    ),
-    "colors": (
-        trials([18.0, 18.1, 18.2], ssim=0.1),
-        "Behind dp, the server gets colors only; do not rely on it: the attack works.",
     ),
     "colors and labels": (
         trials([13.0, 13.1, 13.2, 13.3], label_accuracy=1.0),

@@ -1,4 +1,4 @@
-"""The overview shows the same images behind every defense, by a stated choice."""
+"""Pictures hold the scored pixels; the overview shows the same images behind every defense."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from PIL import Image
 from synthetic_run import write_run
 
 from fedsim.recording.files import read_tensors, write_tensors
-from fedsim.report import save_overview
-from fedsim.report.pictures import _choose_defenses, _choose_victims, _ShownDefense
+from fedsim.report import ReportError, save_grid, save_grids, save_overview
+from fedsim.report.pictures import (
+    _choose_defenses,
+    _choose_victims,
+    _ShownDefense,
+    reconstruction_file,
+)
 from fedsim.results.lines import ControlOf, ResultRow
 from fedsim.results.reading import load_runs
-from fedsim.scoring import psnr
+from fedsim.scoring import ScoringError, psnr
 
 
 def defenses_of(folder: Path) -> dict[str, _ShownDefense]:
@@ -98,3 +103,49 @@ def test_another_clients_same_image_is_not_shown_for_it(run_folder: Path) -> Non
     victim = _choose_victims(defenses_of(run_folder)["none"].recoveries)[0]
     for client, there in ((victim.client, True), (victim.client + 1, False), (-1, True)):
         assert replace(victim, client=client).is_of(victim) is there
+
+
+def test_grid_places_truth_above_reconstruction(tmp_path: Path) -> None:
+    truth = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    reconstruction = 1 - truth
+    path = tmp_path / "grid.png"
+    save_grid(path, truth, reconstruction)
+    pixels = np.asarray(Image.open(path))  # each pixel is a square of side 8
+    assert pixels.shape == (2 * 64 + 2, 3 * 64 + 2 * 2, 3)
+    second = pixels[:64, 66:130]
+    assert np.array_equal(second[::8, ::8], (truth[1] * 255).round().byte().permute(1, 2, 0))
+    assert np.array_equal(second[7::8, 7::8], second[::8, ::8])
+    below = (reconstruction[2] * 255).round().byte().permute(1, 2, 0)
+    assert np.array_equal(pixels[66:, 132:][::8, ::8], below)
+
+
+def test_a_grid_of_what_are_no_pairs_of_images_is_refused(tmp_path: Path) -> None:
+    good = torch.zeros(1, 3, 4, 4)
+    with pytest.raises(ScoringError, match="in \\[0, 1\\]"):
+        save_grid(tmp_path / "x.png", good, good + 2)
+    with pytest.raises(ReportError, match="gray or RGB"):
+        save_grid(tmp_path / "x.png", good[:, :2], good[:, :2])
+    with pytest.raises(ReportError, match="pairs"):
+        save_grid(tmp_path / "x.png", good, good[:, :, :2])
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_every_reconstruction_of_a_run_gets_its_grid(run_folder: Path) -> None:
+    tensors = sorted(run_folder.rglob("inverting_gradients/*/*.safetensors"))
+    assert save_grids(run_folder) >= len(tensors) > 0
+    assert all(path.with_suffix(".png").is_file() for path in tensors)
+    labels_only = sorted(run_folder.rglob("label_inference/*/*.safetensors"))
+    assert labels_only
+    assert not any(path.with_suffix(".png").exists() for path in labels_only)
+
+
+def test_a_row_cannot_name_a_file_outside_its_run(run_folder: Path, tmp_path: Path) -> None:
+    row = load_runs([run_folder])[0].rows[0]
+    assert reconstruction_file(run_folder, row) is not None
+    secret = tmp_path / "secret.safetensors"
+    secret.write_bytes(b"")
+    escape = row.model_copy(update={"observation": f"../../../../../../{tmp_path}/secret"})
+    assert reconstruction_file(run_folder, escape) is None
+    for name in (f"none/{tmp_path}/secret", "a\0b", "x" * 5000, ""):
+        strange = row.model_copy(update={"observation": name})
+        assert reconstruction_file(run_folder, strange) is None

@@ -1,4 +1,4 @@
-"""The page of runs: whole, self-contained, escaped, and showing what the rows say."""
+"""The page of runs: whole, self-contained, escaped, explained, showing what the rows say."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from synthetic_run import write_run
 from fedsim.report import describe, load_runs, utility, write_page, write_report
 from fedsim.report.content import Content
 from fedsim.report.dossier import dossier_of
+from fedsim.report.glossary import _keep_figures_whole, explain_terms, mark_code, terms, tip
 from fedsim.results.record import read_lines, write_lines
+from fedsim.scoring import METRICS
 from fedsim.types import FedsimError
 
 VOID = {"meta", "img", "br", "link", "wbr", "input"}
@@ -56,7 +58,6 @@ class Page(HTMLParser):
         return re.sub(r"\s+", " ", self.text)
 
     def values(self, name: str) -> list[str]:
-        """All values of an attribute."""
         return [value for _, found in self.elements if (value := found.get(name)) is not None]
 
 
@@ -64,7 +65,6 @@ Edit = Callable[[dict[str, Any]], None]
 
 
 def edited(source: Path, target: Path, edit: Edit) -> Path:
-    """A copy of a run folder with every row edited."""
     shutil.copytree(source, target)
     rows = read_lines(target / "results.jsonl")
     for row in rows:
@@ -117,6 +117,7 @@ def test_every_cell_opens_its_details_and_every_button_has_a_target(
 ) -> None:
     assert max(Counter(page.values("id")).values()) == 1
     assert set(page.values("popovertarget")) <= set(page.values("id"))
+    assert {"tip-gain", "tip-epsilon", "tip-psnr", "tip-guess"} <= set(page.values("popovertarget"))
     assert {href[1:] for href in page.values("href") if href.startswith("#")} <= set(
         page.values("id")
     )
@@ -166,14 +167,6 @@ def test_a_page_of_too_many_pixels_says_how_many_pictures_it_lacks(
     few = Content(load_runs([run_folder]))
     assert few.without_pictures > content.without_pictures == 0
     assert any(line.plate for line in few.sections[0].lines)
-
-
-@pytest.mark.parametrize("name", ["../../../x", "/etc/passwd", "a\0b", "x" * 5000, ""])
-def test_a_recording_of_a_strange_name_has_no_picture(
-    name: str, run_folder: Path, tmp_path: Path
-) -> None:
-    folder = edited(run_folder, tmp_path / "run", lambda row: row.update(observation=name))
-    assert not any(line.plate for line in Content(load_runs([folder])).sections[0].lines)
 
 
 @pytest.mark.parametrize("damage", ["empty", "no tensors", "missing"])
@@ -353,3 +346,50 @@ def test_a_figure_beyond_all_sums_is_refused_in_words(
 
     with pytest.raises(FedsimError, match=r"expected at most 1e\+100 in size"):
         write_report(edited(run_folder, tmp_path / "run", enlarge))
+
+
+def test_every_metric_of_a_table_has_a_term() -> None:
+    shown = [metric for metric in METRICS.values() if metric.heading]
+    assert {metric.term.key for metric in shown} <= set(terms())
+
+
+def test_a_metric_without_a_term_is_explained_by_its_heading() -> None:
+    term = replace(METRICS["ssim"], name="edge_f1", described=None, meaning="share of edges").term
+    assert (term.key, term.name, term.meaning) == ("edge-f1", "SSIM", "Share of edges.")
+
+
+@pytest.mark.parametrize(
+    "token",
+    ["ε = 7.82", "δ = 1e-05", "+16.9 dB", "n = 6 trials", "−4.2 to +4.0 dB", "83.5 to 98.6%"],
+)
+def test_no_figure_breaks_from_its_unit(token: str) -> None:
+    kept = token.replace(" ", "\N{NO-BREAK SPACE}")
+    assert _keep_figures_whole(f"it is {token}, so") == f"it is {kept}, so"
+    assert (
+        re.sub("<[^>]+>", "", explain_terms(f"it is {token}, so", terms())) == f"it is {kept}, so"
+    )
+
+
+def test_a_term_is_a_button_once_and_only_where_it_is_explained() -> None:
+    assert explain_terms("3 dB, 4 dB", terms()).count("<button") == 1
+    assert "<button" not in explain_terms("3 dB", shown=["psnr"])
+    assert 'popovertarget="tip-db"' in explain_terms("3 dB", terms())
+    assert "<button" not in explain_terms("bandB and interval_length", terms()), "no part of a word"
+
+
+def test_names_stay_text() -> None:
+    nasty = '<b onclick=x>"ε = 3"</b>&'
+    for marked in (explain_terms(nasty, terms()), tip("gain", nasty)):
+        assert "<b" not in re.sub("<button|<br", "", marked)
+        assert "&lt;b onclick" in marked
+
+
+@pytest.mark.parametrize(
+    ("text", "marked"),
+    [
+        ("try `fedsim list attacks`, <b>", "try <code>fedsim list attacks</code>, &lt;b&gt;"),
+        ("one ` alone, <b>", "one ` alone, &lt;b&gt;"),
+    ],
+)
+def test_backticks_mark_code_and_all_else_is_escaped(text: str, marked: str) -> None:
+    assert mark_code(text) == marked

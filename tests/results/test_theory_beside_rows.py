@@ -32,7 +32,6 @@ SCENARIO = tiny_scenario(
 
 
 def theory(out: Path, **changes: Any) -> dict[str, dict[str, Any]]:
-    """Runs the scenario; returns what theory says of each stack."""
     fedsim.run({**SCENARIO, **changes}, out=out, workers=1)
     rows = read_lines(out / "results.jsonl")
     return {row["defense"]["name"]: {**row["theory"], "guess": row["baseline"]} for row in rows}

@@ -188,11 +188,11 @@ one noise at two δ
     scenario.privacy != Privacy() => scenario.privacy is None
 two spellings of a key have one mask
     fedsim/federation/secure_aggregation/secrets.py:agree_key
-    [federation/secure_aggregation/test_public_keys]
+    [federation/secure_aggregation/test_refusals]
     list_entries(keys) => b''
 keys that are not canonical
     fedsim/federation/secure_aggregation/secrets.py:_check_public
-    [federation/secure_aggregation/test_public_keys]
+    [federation/secure_aggregation/test_refusals]
     drop number >= _PRIME
 a sketch drawn from 32 bits
     fedsim/learners/closed_form.py:ClosedForm.compute [validity/test_stated_epsilon]
@@ -382,7 +382,7 @@ an attack that crashed counts as one that does not work
     fedsim/report/judge.py:_control [report/test_judge]
     control.status != 'failed' or not failures => control
 an app of text is told to add the witness that it has
-    fedsim/recording/witnessed.py:read_witnessed [federation/test_witness]
+    fedsim/recording/witnessed.py:read_witnessed [federation/test_tapping]
     _unseen(folder) => ''
 
 # Any noise can be accounted for.
@@ -654,7 +654,7 @@ a stage is answered twice
     self.memory.done != at => self.memory.done > at + 1
 few clients share masks with some of the others
     fedsim/federation/secure_aggregation/terms.py:Terms.neighbours
-    [federation/secure_aggregation/test_graph]
+    [federation/secure_aggregation/test_dropouts]
     self.complete => 2 * reach >= len(everyone)
 a wrong seed takes off another mask
     fedsim/federation/secure_aggregation/server.py:SumServer.reveal

@@ -156,7 +156,6 @@ class Node:
         self._receive, self._send, _, _, self._pull, self._push, self._confirm = calls
 
     def pull(self) -> Message:
-        """The next order."""
         bare, tree = until(self._receive, "an order")
         run = bare.metadata.run_id
         contents = {

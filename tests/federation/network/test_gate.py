@@ -100,7 +100,6 @@ def inside(authority: Authority) -> Iterator[str]:
 
 
 def served(authority: Authority, superlink: str, log: io.StringIO) -> gate_module._Server:
-    """The gate in this process."""
     settings = gate_module._GateSettings(
         superlink=superlink,
         certificate=authority.server_certificate,

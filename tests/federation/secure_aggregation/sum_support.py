@@ -24,7 +24,6 @@ def of(count: int, threshold: float = 2 / 3, *, session: bytes = b"a session") -
 
 
 def vectors(count: int, length: int, seed: int = 0) -> dict[int, Ring]:
-    """Random numbers of the ring, by client."""
     stream = np.random.default_rng(seed)
     return {client: stream.integers(0, 2**32, length, dtype=np.uint32) for client in range(count)}
 
