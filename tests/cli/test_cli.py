@@ -54,7 +54,6 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run made by `fedsim run`."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "tiny.yaml").write_text(SCENARIO, encoding="utf-8")
     result = invoke("run", folder / "tiny.yaml", "--out", folder / "out", "--workers", 1)

@@ -64,6 +64,11 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario.model_validate(change(plain, changes))
 
 
+def with_strategy(name: str, parameters: dict[str, Any], **changes: Any) -> Scenario:
+    """`scenario`, of a strategy with these parameters."""
+    return scenario(federation={"strategy": name, "strategy_parameters": parameters}, **changes)
+
+
 @cache
 def _dataset(source: str) -> Dataset:
     return load_dataset(scenario(data=json.loads(source)))

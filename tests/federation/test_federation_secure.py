@@ -198,8 +198,6 @@ def test_who_is_lost_in_a_stage_is_left_out_and_the_run_goes_on(
 
 @pytest.mark.parametrize("stage", ["keys", "masked", "unmask"])
 def test_too_few_open_nothing_and_the_model_stays(tmp_path: Path, stage: str) -> None:
-    """And every participant is a failure."""
-
     def fault(number: int, message: Message, honest: Callable[[], Message]) -> Message:
         if number < 2 and stages(message) == stage:
             raise RuntimeError("gone")

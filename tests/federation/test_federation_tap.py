@@ -23,6 +23,7 @@ from federation_support import (
     scenario,
     train,
     train_with_fault,
+    with_strategy,
     workload,
 )
 from flwr.app import Message, MetricRecord
@@ -145,7 +146,6 @@ def _only(client: int, fault: Fault) -> Fault:
 def test_a_bad_answer_is_counted_and_left_out(
     fault: Fault, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model is that of the three others."""
     stopped(monkeypatch)
     wanted = scenario(federation={"timeout": 0.5}, training__rounds=1, observe__clients="all")
     (record,) = train_with_fault(wanted, tmp_path, _only(2, fault))
@@ -381,29 +381,23 @@ def test_a_diverged_model_is_said_to_be_one(tmp_path: Path) -> None:
 
 
 def test_a_strategy_that_fails_is_named(tmp_path: Path) -> None:
-    wanted = scenario(
-        federation={"strategy": "Bulyan", "strategy_parameters": {"num_malicious_nodes": 2}}
-    )
-    records = train(wanted, tmp_path)
+    records = train(with_strategy("Bulyan", {"num_malicious_nodes": 2}), tmp_path)
     assert [record.aggregated for record in records] == [0, 0, 0]
     assert "Bulyan aggregates nothing" in records[0].details[0]
     name = "DifferentialPrivacyServerSideFixedClipping"
     parameters = {**STRATEGIES[name], "num_sampled_clients": 9}
-    changed = {"strategy": name, "strategy_parameters": parameters}
     with pytest.raises(FedsimError, match="is 9, but a round samples 4 clients"):
-        train(scenario(federation=changed), tmp_path / "dp")
+        train(with_strategy(name, parameters), tmp_path / "dp")
     with pytest.raises(FedsimError, match="num_sampled_clients is 9"):
-        check(workload(scenario(federation=changed)).server())
+        check(workload(with_strategy(name, parameters)).server())
 
 
 def test_clients_clip_to_the_norm_that_flower_sends(tmp_path: Path) -> None:
     """Flower 1.41 lowers the norm where all are clipped, by which they stay clipped."""
     name = "DifferentialPrivacyClientSideAdaptiveClipping"
     parameters = {**STRATEGIES[name], "noise_multiplier": 0.0, "initial_clipping_norm": 1e-3}
-    wanted = scenario(
-        federation={"strategy": name, "strategy_parameters": parameters},
-        training__algorithm="fedavg",
-        observe__rounds=[1, 2, 3],
+    wanted = with_strategy(
+        name, parameters, training__algorithm="fedavg", observe__rounds=[1, 2, 3]
     )
     assert [record.aggregated for record in train(wanted, tmp_path)] == [4, 4, 4]
     seen = [observation(tmp_path, f"none/round-000{n}/client-0000-training") for n in (1, 2, 3)]
@@ -424,9 +418,8 @@ def _budgeted(**changes: Any) -> Scenario:
         "accountant": {"max_epsilon": 8.0, "delta": 1e-5},
     }
     name = "DifferentialPrivacyServerSideFixedClipping"
-    federation = {"strategy": name, "strategy_parameters": parameters}
-    return scenario(
-        federation=federation, **{"training__rounds": 4, "observe__rounds": [1]} | changes
+    return with_strategy(
+        name, parameters, **{"training__rounds": 4, "observe__rounds": [1]} | changes
     )
 
 

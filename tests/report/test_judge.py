@@ -106,11 +106,8 @@ FINDINGS: dict[str, tuple[Lines, str]] = {
     "without SSIM 20 dB are recognizable": (trials([20.0, 20.1, 20.2]), "recognizable"),
     "and less is colors": (trials([19.7, 19.8, 19.9]), "colors only"),
     "labels where pictures do not leak": (LABELS, "labels"),
-    "labels of one trial": (LABELS[:1], "some trials"),
     "labels of two trials": (LABELS[:2], "some trials"),
     "labels without a control": (controlled(LABELS, None), "some trials"),
-    "labels that fit any update": (
-        controlled(LABELS, None, psnr=9.0, label_accuracy=1.0), "nothing"),
     "labels of the same client": (
         controlled(LABELS, "batch", psnr=9.0, label_accuracy=1.0), "some trials"),
     "a certificate of labels": (

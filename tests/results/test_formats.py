@@ -79,7 +79,6 @@ def described(text: str) -> set[str]:
 
 
 def granted() -> set[str]:
-    """What threat-models.md says can be granted."""
     return set(re.findall(r"^- `knowledge\.(\w+)`", THREATS.read_text("utf-8"), re.MULTILINE))
 
 

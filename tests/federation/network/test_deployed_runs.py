@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from federation_support import contents
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from nodes_support import LINK, SMALL, TINY, connect, nodes
 
@@ -45,15 +46,6 @@ def rows(folder: Path, name: str = "results.jsonl") -> list[dict[str, Any]]:
     return found
 
 
-def contents(folder: Path, *parts: str) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for part in parts
-        for path in sorted((folder / part).rglob("*"))
-        if path.is_file()
-    }
-
-
 def deployed(plain: dict[str, Any] = TINY) -> dict[str, Any]:
     return {**plain, "federation": {"engine": "deployment"}}
 
@@ -71,8 +63,8 @@ def test_with_a_shared_seed_all_bytes_are_those_of_the_local_engine(
     connect(monkeypatch, nodes(tmp_path / "homes", shared_seed=True))
     pipeline.run(deployed(), out=out, workers=1, link=SHARED)
 
-    same = ("checkpoints", "observations")
-    assert contents(out, *same) == contents(local, *same)
+    for part in ("checkpoints", "observations"):
+        assert contents(out / part) == contents(local / part)
     assert not (out / "truth").exists()
     unscored = rows(out)
     assert [row["status"] for row in unscored] == ["unscored"] * len(rows(local))
@@ -83,7 +75,7 @@ def test_with_a_shared_seed_all_bytes_are_those_of_the_local_engine(
     pipeline.collect(out, homes=sorted((tmp_path / "homes").iterdir()), workers=1)
     assert rows(out) == rows(local)
     assert rows(out, "rounds.jsonl") == rows(local, "rounds.jsonl")
-    assert contents(out, "truth") == contents(local, "truth")
+    assert contents(out / "truth") == contents(local / "truth")
     assert {row["privacy"]["noise_key"] for row in rows(out)} == {"scenario"}
 
 
@@ -252,8 +244,8 @@ def test_each_run_draws_noise_of_its_own_and_resumes_with_the_same(
     found, kept = [], {}
     for name in ("first", "second"):
         pipeline.run(deployed(SMALL), out=tmp_path / name, workers=1, link=LINK)
-        found.append(contents(tmp_path / name, "observations/noise"))
-        kept[name] = contents(homes, *(path.name for path in homes.iterdir()))
+        found.append(contents(tmp_path / name / "observations/noise"))
+        kept[name] = contents(homes)
     assert not set(found[0].values()) & set(found[1].values())
     truth = {name for name in kept["first"] if "truth" in name}
     assert truth and all(kept["first"][name] == kept["second"][name] for name in truth)
@@ -262,7 +254,7 @@ def test_each_run_draws_noise_of_its_own_and_resumes_with_the_same(
         path.unlink()
     connect(monkeypatch, nodes(homes))  # they have been restarted
     pipeline.run(deployed(SMALL), out=tmp_path / "first", resume=True, workers=1, link=LINK)
-    assert contents(tmp_path / "first", "observations/noise") == found[0]
+    assert contents(tmp_path / "first/observations/noise") == found[0]
 
 
 @pytest.mark.parametrize(
