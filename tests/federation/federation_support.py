@@ -44,6 +44,19 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 """Parameters of the strategies that have any to be given."""
 
+
+def plugin(name: str, **parameters: Any) -> dict[str, Any]:
+    """As a scenario has it once it is resolved."""
+    return {"name": name, "parameters": parameters}
+
+
+CLIP = plugin("clip", norm=1.0)
+TOPK = {"topk": [plugin("top_k", ratio=0.1)]}
+BATCH_NORM: dict[str, Any] = {
+    "data__source": plugin("digits", size=9),
+    "model": plugin("convnet", width=2, norm="batch"),
+}
+
 Fault = Callable[[int, Message, Callable[[], Message]], Message]
 """(client, message received, what the honest client would answer) -> the answer."""
 

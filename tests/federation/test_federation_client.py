@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation_support import observation, scenario, train, workload
+from federation_support import CLIP, TOPK, observation, plugin, scenario, train, workload
 from flwr.app import Context, Message, RecordDict
 
 from fedsim.federation import client_app, wire
@@ -17,14 +17,7 @@ from fedsim.federation.local import identity
 from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError
 
-TOPK = {"topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]}
-
-NOISY = {
-    "noisy": [
-        {"name": "clip", "parameters": {"norm": 1.0}},
-        {"name": "gaussian_noise", "parameters": {"multiplier": 1.0}},
-    ]
-}
+NOISY = {"noisy": [CLIP, plugin("gaussian_noise", multiplier=1.0)]}
 
 
 def ask(
@@ -47,13 +40,8 @@ def ask(
     parameters, buffers = plan.initial()
     parameters = {name: scale * value for name, value in parameters.items()}
     content = wire.order(round, wire.encode(parameters), wire.encode(buffers), probe)
-    context = Context(
-        run_id=1,
-        node_id=2,
-        node_config={"partition-id": client},  # type: ignore[dict-item]
-        state=RecordDict(),
-        run_config={},
-    )
+    node: Any = {"partition-id": client}
+    context = Context(run_id=1, node_id=2, node_config=node, state=RecordDict(), run_config={})
     with identity():
         kind = "query.left_out" if left_out else "train.probe" if probe else "train"
         message = Message(content, 2, kind)

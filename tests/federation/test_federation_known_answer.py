@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from federation_support import final_model, observation, scenario, train, workload
+from federation_support import BATCH_NORM, final_model, observation, scenario, train, workload
 from torch import Tensor, nn
 
 from fedsim import rng
@@ -63,8 +63,7 @@ def test_fedsgd_is_gradient_descent_on_the_mean_of_the_clients_losses(tmp_path: 
 def test_fedavg_with_batch_norm_is_the_mean_of_locally_trained_models(tmp_path: Path) -> None:
     wanted = scenario(
         **ALL,
-        data__source={"name": "digits", "parameters": {"size": 9}},
-        model={"name": "convnet", "parameters": {"width": 2, "norm": "batch"}},
+        **BATCH_NORM,
         training__local={"steps": 2, "batch_size": 4, "lr": 0.05, "momentum": 0.9},
     )
     train(wanted, tmp_path)

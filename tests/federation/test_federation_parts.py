@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federation_support import STRATEGIES, scenario, with_strategy
+from federation_support import CLIP, STRATEGIES, plugin, scenario, with_strategy
 from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.privacy_accounting import GaussianPrivacyEvent
@@ -123,10 +123,7 @@ def test_a_wrong_strategy_is_refused_before_training(
 
 
 SECURE = [{"name": "aggregate"}]
-PRIVATE = [
-    {"name": "clip", "parameters": {"norm": 1.0}},
-    {"name": "gaussian_noise", "parameters": {"multiplier": 1.0}},
-]
+PRIVATE = [CLIP, plugin("gaussian_noise", multiplier=1.0)]
 WRAPPED = {
     "strategy": "FedAvg",
     "noise_multiplier": 1.0,
@@ -168,7 +165,7 @@ def test_a_strategy_that_needs_what_the_stack_hides_is_refused(
 def test_noise_for_clipped_updates_demands_clients_that_clip(
     stack: list[float], rate: float, fits: bool
 ) -> None:
-    clips = [{"name": "clip", "parameters": {"norm": norm}} for norm in stack]
+    clips = [plugin("clip", norm=norm) for norm in stack]
     wanted = with_strategy(
         "DifferentialPrivacyClientSideFixedClipping",
         WRAPPED,

@@ -11,9 +11,11 @@ import pytest
 import torch
 from federation_support import (
     STRATEGIES,
+    TOPK,
     contents,
     final_model,
     observation,
+    plugin,
     results,
     same,
     scenario,
@@ -29,8 +31,6 @@ from fedsim.scenario import Scenario
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError
-
-TOPK = {"topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]}
 
 
 def demanding(**changes: Any) -> Scenario:
@@ -86,7 +86,7 @@ def test_a_kill_before_any_write_changes_nothing(tmp_path: Path) -> None:
 def test_every_strategy_trains_and_resumes(name: str, tmp_path: Path) -> None:
     """And does not change what the tap has seen: the client's own update."""
     # A bound that no update reaches, for the strategy that demands one.
-    clip = [{"name": "clip", "parameters": {"norm": 100.0}}]
+    clip = [plugin("clip", norm=100.0)]
     wanted = scenario(
         federation={"strategy": name, "strategy_parameters": STRATEGIES.get(name, {})},
         training__rounds=3,

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from federation_support import (
+    CLIP,
     contents,
     final_model,
     observation,
+    plugin,
     same,
     scenario,
     train,
@@ -31,14 +33,15 @@ from fedsim.recording.truth import count, load_truth
 from fedsim.scenario import Scenario
 from fedsim.types import FedsimError, GroundTruth
 
-CLIP = {"name": "clip", "parameters": {"norm": 1.0}}
-SECURE = {"name": "secure_aggregation", "parameters": {}}
+SECURE = plugin("secure_aggregation")
 STACKS = {
     "none": [],
-    "plain": [CLIP, {"name": "aggregate", "parameters": {}}],
+    "plain": [CLIP, plugin("aggregate")],
     "secure": [CLIP, SECURE],
-    "noisy": [CLIP, {"name": "secure_aggregation", "parameters": {"noise_multiplier": 0.5}}],
+    "noisy": [CLIP, plugin("secure_aggregation", noise_multiplier=0.5)],
 }
+UNBOUNDED = plugin("secure_aggregation", range=1.0, noise_multiplier=1.0)
+QUIET = plugin("secure_aggregation", noise_multiplier=1e-9)
 PROBES = {"rounds": ["last"], "clients": [0], "batch_sizes": [1, 2], "trials": 2}
 
 
@@ -78,7 +81,7 @@ def final_model_at_start(wanted: Scenario) -> dict[str, torch.Tensor]:
 
 
 def test_batch_norm_and_closed_forms_go_through_it_too(tmp_path: Path) -> None:
-    ranged = {"name": "secure_aggregation", "parameters": {"buffer_range": 50.0}}
+    ranged = plugin("secure_aggregation", buffer_range=50.0)
     wanted = secure(defenses={**STACKS, "secure": [CLIP, ranged]}, **CONVNET)
     for stack in ("plain", "secure"):
         train(wanted, tmp_path / stack, stack)
@@ -94,16 +97,8 @@ def test_batch_norm_and_closed_forms_go_through_it_too(tmp_path: Path) -> None:
         ([SECURE], {}, "nothing bounds an update's entries"),
         ([CLIP, SECURE], CONVNET, "give buffer_range"),
         ([CLIP, SECURE], {"data__clients": 1}, "two or more take part"),
-        (
-            [{"name": "secure_aggregation", "parameters": {"range": 1.0, "noise_multiplier": 1.0}}],
-            {},
-            "put clip directly before it",
-        ),
-        (
-            [CLIP, {"name": "secure_aggregation", "parameters": {"noise_multiplier": 1e-9}}],
-            {},
-            "a client's noise of",
-        ),
+        ([UNBOUNDED], {}, "put clip directly before it"),
+        ([CLIP, QUIET], {}, "a client's noise of"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_round(
@@ -234,7 +229,7 @@ def test_a_sum_that_counts_more_than_there_can_be_is_not_used(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "change",
     [
-        {"defenses": {**STACKS, "secure": [CLIP, {**SECURE, "parameters": {"range": 1e12}}]}},
+        {"defenses": {**STACKS, "secure": [CLIP, plugin("secure_aggregation", range=1e12)]}},
         {"training__local": {"lr": 1e-12}},
         {"observe": PROBES},
     ],

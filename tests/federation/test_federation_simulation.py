@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from federation_support import STRATEGIES, contents, results, scenario, train
+from federation_support import BATCH_NORM, STRATEGIES, TOPK, contents, results, scenario, train
 
 from fedsim.federation import federate
 from fedsim.federation.client_state import ClientState
@@ -19,17 +19,13 @@ from fedsim.federation.refusals import check_scenario
 from fedsim.scenario import Scenario
 from fedsim.types import FedsimError
 
-STACKS = {
-    "topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}],
-    "secure": [{"name": "aggregate"}],
-}
+STACKS = {**TOPK, "secure": [{"name": "aggregate"}]}
 
 
 def demanding(engine: str, **changes: Any) -> Scenario:
     """Batch norm, an adaptive server, partial participation, probes and error feedback."""
     return scenario(
-        data__source={"name": "digits", "parameters": {"size": 9}},
-        model={"name": "convnet", "parameters": {"width": 2, "norm": "batch"}},
+        **BATCH_NORM,
         defenses=STACKS,
         federation={"engine": engine, "strategy": "FedAdam", "participation": 0.75, **changes},
         observe={"rounds": [1, "last"], "clients": [0, 1], "batch_sizes": [2]},

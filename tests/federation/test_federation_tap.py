@@ -13,11 +13,15 @@ import pytest
 import torch
 from clock import stopped
 from federation_support import (
+    BATCH_NORM,
+    CLIP,
     STRATEGIES,
+    TOPK,
     Fault,
     contents,
     final_model,
     observation,
+    plugin,
     results,
     same,
     scenario,
@@ -46,10 +50,6 @@ from fedsim.types import FedsimError
 
 Honest = Callable[[], Message]
 BIAS, FIRST = "head.output.bias", torch.tensor([0])
-BATCH_NORM: dict[str, Any] = {
-    "data__source": {"name": "digits", "parameters": {"size": 9}},
-    "model": {"name": "convnet", "parameters": {"width": 2, "norm": "batch"}},
-}
 SECURE = {"none": [], "secure": [{"name": "aggregate"}]}
 
 
@@ -68,7 +68,7 @@ def test_the_recording_is_what_crossed_the_wire_bit_for_bit(tmp_path: Path) -> N
         return reply
 
     wanted = scenario(
-        defenses={"topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]},
+        defenses=TOPK,
         training__rounds=1,
         observe__clients="all",
     )
@@ -208,7 +208,7 @@ def test_an_aggregate_is_all_that_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stack", ["none", "secure", "topk"])
 def test_probes_are_recorded_and_change_nothing(stack: str, tmp_path: Path) -> None:
-    defenses = {**SECURE, "topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]}
+    defenses = {**SECURE, **TOPK}
     plain = scenario(defenses=defenses)
     probed = scenario(
         defenses=defenses,
@@ -338,12 +338,8 @@ def test_in_eval_mode_no_statistics_leave_the_client(tmp_path: Path) -> None:
 
 
 def test_no_loss_is_reported_where_it_would_leak(tmp_path: Path) -> None:
-    private = [
-        {"name": "clip", "parameters": {"norm": 1.0}},
-        {"name": "gaussian_noise", "parameters": {"multiplier": 1.0}},
-    ]
-    clipped = private[:1]
-    wanted = scenario(defenses={"private": private, "clipped": clipped}, training__rounds=1)
+    private = [CLIP, plugin("gaussian_noise", multiplier=1.0)]
+    wanted = scenario(defenses={"private": private, "clipped": [CLIP]}, training__rounds=1)
     losses: dict[str, RoundRecord] = {
         stack: train(wanted, tmp_path, stack)[0] for stack in wanted.defenses
     }
@@ -498,10 +494,7 @@ def test_noise_of_a_strategy_is_used_for_one_mean_only(tmp_path: Path) -> None:
 
 def test_noise_of_the_server_is_used_for_one_sum_only(tmp_path: Path) -> None:
     """A round that is repeated with other answers would show their difference without noise."""
-    stack = [
-        {"name": "clip", "parameters": {"norm": 1.0}},
-        {"name": "dp_ftrl", "parameters": {"noise_multiplier": 1.0}},
-    ]
+    stack = [CLIP, plugin("dp_ftrl", noise_multiplier=1.0)]
     wanted = scenario(training__rounds=1, defenses={"ftrl": stack})
     checkpoint = tmp_path / "checkpoints" / "ftrl.safetensors"
     for _ in range(2):

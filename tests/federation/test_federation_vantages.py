@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from federation_support import (
+    CLIP,
     Fault,
     contents,
     observation,
+    plugin,
     same,
     scenario,
     train,
@@ -56,14 +58,7 @@ def both(out: Path, wanted: Scenario, stack: str = "none") -> tuple[Observation,
     [
         {},
         {"training__local": {"steps": 3, "batch_size": 4, "lr": 0.05, "momentum": 0.5}},
-        {
-            "defenses": {
-                "none": [
-                    {"name": "clip", "parameters": {"norm": 1.0}},
-                    {"name": "gaussian_noise", "parameters": {"multiplier": 0.5}},
-                ]
-            }
-        },
+        {"defenses": {"none": [CLIP, plugin("gaussian_noise", multiplier=0.5)]}},
     ],
     ids=["gradient", "weights", "noise"],
 )
@@ -114,11 +109,10 @@ def test_of_many_clients_one_sees_the_mean_of_the_others(tmp_path: Path) -> None
 def test_behind_an_aggregation_a_participant_takes_its_own_off(
     tmp_path: Path, noise: float | None
 ) -> None:
-    last = {"name": "dp_ftrl", "parameters": {"noise_multiplier": noise}}
-    clip = {"name": "clip", "parameters": {"norm": 1.0}}
-    stack = [clip, last if noise else {"name": "aggregate"}]
+    last = plugin("dp_ftrl", noise_multiplier=noise) if noise else plugin("aggregate")
+    stack = [CLIP, last]
     vantages = ["server", "client"]
-    wanted = watched(*vantages, data__clients=3, defenses={"sum": stack, "none": [clip]})
+    wanted = watched(*vantages, data__clients=3, defenses={"sum": stack, "none": [CLIP]})
     train(wanted, tmp_path / "sum", "sum")
     aggregate = observation(tmp_path / "sum", "sum/round-0001/aggregate-training")
     seen = observation(tmp_path / "sum", "sum/round-0001/participant-0000-training")
@@ -212,16 +206,15 @@ def test_a_participant_of_no_two_rounds_in_a_row_is_refused() -> None:
         refusals.check(workload(wanted))
 
 
-NOISE = {"name": "gaussian_noise", "parameters": {"std": 0.5}}
 ID = "round-0003/client-0000-b4-t0"
 
 
 def probing(releases: int, **changes: object) -> Scenario:
     defenses = {
         "none": [],
-        "noise": [NOISE],
+        "noise": [plugin("gaussian_noise", std=0.5)],
         "secure": [{"name": "aggregate"}],
-        "dp": [{"name": "dp_sgd", "parameters": {"norm": 1.0, "noise_multiplier": 4.0}}],
+        "dp": [plugin("dp_sgd", norm=1.0, noise_multiplier=4.0)],
     }
     observe = {"rounds": ["last"], "clients": [0], "batch_sizes": [4], "releases": releases}
     return scenario(defenses=defenses, observe=observe, **changes)
@@ -285,10 +278,8 @@ def test_the_ledger_counts_every_release() -> None:
     """
     once, often = (spent(workload(probing(count), "dp"), 3).epsilon for count in (1, 16))
     assert often > 16 * once
-    quiet = scenario(
-        defenses={"dp": [{"name": "dp_sgd", "parameters": {"norm": 1.0, "noise_multiplier": 1.0}}]},
-        training__rounds=1,
-    )
+    dp_sgd = plugin("dp_sgd", norm=1.0, noise_multiplier=1.0)
+    quiet = scenario(defenses={"dp": [dp_sgd]}, training__rounds=1)
     outside = probing(16, training__rounds=1, privacy={"probes": "outside"})
     unasked = spent(workload(outside, "dp"), 1)
     assert unasked.epsilon < spent(workload(probing(16, training__rounds=1), "dp"), 1).epsilon

@@ -319,10 +319,8 @@ OTHERWISE: dict[str, Change] = {
 @pytest.mark.parametrize("case", OTHERWISE)
 def test_what_is_measured_otherwise_does_not_compare(case: str, tmp_path: Path) -> None:
     drawn = [row | {"victims": [f"{row['trial']}"]} for row in LINES]
-    before, after = (
-        run_of(tmp_path / "before", drawn),
-        run_of(tmp_path / "after", OTHERWISE[case](drawn)),
-    )
+    before = run_of(tmp_path / "before", drawn)
+    after = run_of(tmp_path / "after", OTHERWISE[case](drawn))
     assert grown(before, after) and grown(after, before)
     assert grown(after, after) == []
 

@@ -317,14 +317,9 @@ def lie(monkeypatch: pytest.MonkeyPatch, home: Path, **said: Any) -> None:
 
     class Liar(NodeApp):
         def __call__(self, message: Message, context: Context) -> Message:
-            told = {
-                "version": wire.VERSION,
-                wire.CLIENT: 1,
-                "held": 479,
-                "statistics": "{}",
-                **said,
-            }
-            return Message(RecordDict({wire.CONFIG: ConfigRecord(told)}), reply_to=message)
+            told = {"version": wire.VERSION, wire.CLIENT: 1, "held": 479, "statistics": "{}"}
+            config = ConfigRecord(told | said)
+            return Message(RecordDict({wire.CONFIG: config}), reply_to=message)
 
     apps[1].__class__ = Liar
     connect(monkeypatch, apps)

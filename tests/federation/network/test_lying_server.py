@@ -319,6 +319,7 @@ def test_a_node_does_not_answer_behind_an_epsilon_that_is_not_kept(
 SECURE = [CLIP, {"name": "secure_aggregation"}]
 ALL = [CLIP, {"name": "secure_aggregation", "threshold": 1.0}]
 STACKS = {"none": [CLIP], "secure": SECURE, "all": ALL}
+FEWER = {"federation": {"participation": 0.67}}
 
 
 def secure(**changes: Any) -> Scenario:
@@ -363,24 +364,11 @@ def test_nodes_that_were_shown_different_scenarios_are_in_no_sum(tmp_path: Path)
         ({"minimum_cohort": 3}, "all", {}, None),
         ({"minimum_cohort": 4}, "all", {}, r"opens with 3 of the 3 .*\(minimum_cohort\)"),
         ({"minimum_cohort": 3}, "none", {}, r"releases none as it is \(minimum_cohort\)"),
-        (
-            {"minimum_cohort": 3},
-            "all",
-            {"federation": {"participation": 0.67}},
-            r"opens with 2 of the 2 .*\(minimum_cohort\)",
-        ),
+        ({"minimum_cohort": 3}, "all", FEWER, r"opens with 2 of the 2 .*\(minimum_cohort\)"),
         ({"stacks": [SECURE]}, "secure", {}, None),
-        (
-            {"stacks": [[CLIP, {"name": "secure_aggregation", "threshold": 0.9}]]},
-            "secure",
-            {},
-            r"does not allow this stack",
-        ),
-        (
-            {"stacks": [[CLIP, {"name": "secure_aggregation", "noise_multiplier": 1.0}]]},
-            "secure",
-            {},
-            r"does not allow this stack",
+        *(
+            ({"stacks": [[CLIP, {**SECURE[1], **other}]]}, "secure", {}, "does not allow this")
+            for other in ({"threshold": 0.9}, {"noise_multiplier": 1.0})
         ),
     ],
 )

@@ -38,15 +38,8 @@ def resolved(**changes: Any) -> Scenario:
 
 
 def settings(scenario: Scenario, stack: str = "none", **changes: str) -> dict[str, str]:
-    held = str([599] * scenario.data.clients)
-    return {
-        "version": wire.VERSION,
-        "scenario": scenario.model_dump_json(),
-        "stack": stack,
-        "run": RUN,
-        "held": held,
-        **changes,
-    }
+    plain = {"version": wire.VERSION, "scenario": scenario.model_dump_json(), "stack": stack}
+    return {**plain, "run": RUN, "held": str([599] * scenario.data.clients), **changes}
 
 
 def ask(app: NodeApp, kind: str, config: dict[str, str], content: RecordDict) -> Message:
