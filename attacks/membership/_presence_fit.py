@@ -86,7 +86,7 @@ class PresenceFit:
     """Holds what a fit to one update says of each example that is asked about."""
 
     scores: Tensor
-    """(n,) score test of the example's part in the sum; about unit spread without a part."""
+    """(n,) score test of the example's part in the sum; spread at most about 1 without a part."""
     evidence: Tensor
     """(n,) log-likelihood ratio of the example being part of the sum, over its absence."""
     loss: float  # mean negative log-likelihood of an entry of the update

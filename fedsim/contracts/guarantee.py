@@ -56,6 +56,8 @@ def of_steps(
     steps = 1 if training.algorithm == "fedsgd" else training.steps
     # One batch for all steps is not drawn anew, and nothing is amplified.
     sampling = training.sampling if steps == 1 or training.batches == "different" else None
+    if sampling == "epochs" and steps == 1:
+        sampling = "without_replacement"  # each round begins an epoch, whose first batch this is
     independent = sampling is not None and training.sizes_vary
     return Mechanism(
         noise_multiplier=noise_multiplier,

@@ -30,7 +30,8 @@ class _DPSGDKeys(Stated):
     steps: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Local steps in a round, each of a batch of its own."""
     sampling: Sampling = "without_replacement"
-    """`without_replacement`: batches of one size. `poisson`: each example is in a batch with
+    """`without_replacement`, `epochs`: batches of one size, of which the latter's amplify nothing,
+    and hold an example once an epoch. `poisson`: each example is in a batch with
     probability B / n, independently. `balls_in_bins`: in every (n / B)-th, from a random one on."""
     batches: Literal["different", "same"] = "different"
     """`same`: all steps of a round are on one batch, which nothing then hides."""

@@ -248,6 +248,13 @@ def test_an_example_is_in_one_batch_of_an_epoch(examples: int, releases: int) ->
     # Another example in its place moves a sum by two bounds.
     assert found.epsilon == gaussian.epsilon(2.0 / 2 / math.sqrt(releases), 1e-3)
     assert (found.unit, found.relation) == ("example", "replace_one")
+    once = LocalTraining(algorithm="fedsgd", steps=1, batch_size=10, lr=0.1)
+    entry = Entry(rounds=9, num_examples=examples, delta=1e-3)
+    alone, drawn = (
+        claim(chain(DPSGD(norm=1.0, noise_multiplier=2.0)), replace(once, sampling=each), entry)
+        for each in ("epochs", "without_replacement")
+    )
+    assert alone == drawn, "the first batch of an epoch is drawn as any batch is"
     every = of("epochs", 0.5, num_examples=examples)
     assert every.epsilon == of("without_replacement", 0.5, num_examples=10).epsilon
 
