@@ -33,7 +33,7 @@ class UpdateMembership(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns scores over all rounds as `membership` (N,); spread at most about 1 without a part.
+        """Returns scores over all rounds as `membership` (N,), of spread 1 or less without a part.
 
         An AttackFailed says that there are no candidates, or that all gradients are 0.
         """
