@@ -17,24 +17,26 @@ though its rate is uncertain (docs/formats-results.md), and candidates for indep
         [--batch-sizes 64] [--epochs 1] [--seeds 1] [--model convnet --width 8] [--alpha 0.5]
         [--table ../shared/data/tables.zip] [--stacks none dp-8 sum] [--sampling poisson]
 
-docs/results/membership-cifar.csv is of CIFAR-10 with `--lr` 0.01 and 0.08 and, in both cases,
+docs/results/membership-cifar.csv is of CIFAR-10 with `--sampling epochs` and
 
     --limit 800 --clients 8 --attacked 3 --rounds 8 --observed 4 --batch-sizes 25 --epochs 2
-    --attacks update_membership cosine FedMIA-II "FedMIA-II, z" FedMIA-I "loss, mean"
-    --seeds 1 2 3 4 5
+    --lr 0.01 --attacks update_membership cosine FedMIA-I FedMIA-II --seeds 1 2 3 4 5
 
-and over 60 rounds with `--lr 0.01 --clients 10 --candidates 800 --rounds 60 --observed 6
---seeds 1 2 3`, without "FedMIA-II, z" and "loss, mean".
+or one thing changed: `--attacks "FedMIA-II, z"`; `--lr 0.08`; `--clients 10 --candidates 800
+--rounds 60 --observed 6`; `--batch-sizes 16 64 256 --epochs 1 5`; `--candidates 250 --attacked 8`;
+`--alpha 0.5 --candidates 400 --attacked 8`; `--model resnet18`. `--limit 800` is 500 images of each
+client if all are candidates, for a coin takes half of them, and 875 with 250 candidates.
 
 membership-adult.csv and membership-defenses.csv are of an MLP on Adult, both with
 
     --model mlp --width 128 --table ZIP --batch-sizes 25 --epochs 1 --lr 0.02 --rounds 8
     --observed 4 --public 300 --shadows 32 --clients 8 --attacked 8 --candidates 280 --limit 6400
 
-and the former also with `--alpha 2 --limit 12000`, the latter with `--sampling poisson --attacks
-update_membership cosine --stacks none dp-1 dp-8 dp-50 pruned-0.9 pruned-0.99`. Sums there are of
-clients that train on 500 rows, `--stacks sum` with 4, 10 and 50 `--clients` and `--attacked`, 550,
-220 and 44 `--candidates`, and a `--limit` of 3875, 7625 and 32500.
+and the former with `--sampling epochs`, also with `--alpha 2 --limit 12000`, the latter with
+`--sampling poisson --attacks update_membership cosine --stacks none dp-1 dp-8 dp-50 pruned-0.9
+pruned-0.99`. Sums there are of clients that train on 500 rows, `--stacks sum` with 4, 10 and 50
+`--clients` and `--attacked`, 550, 220 and 44 `--candidates`, and a `--limit` of 3875, 7625 and
+32500.
 """
 
 from __future__ import annotations
@@ -136,7 +138,7 @@ class Seen:
     def limits(self, row: dict[str, Any]) -> dict[str, Any]:
         """Returns ε, the most that it allows, and its p-value by the shares told in `row`."""
         claim = spent(self.workload.server(), self.observations[-1].round)
-        sampled = self.workload.training.sampling != "without_replacement"
+        sampled = self.workload.training.sizes_vary
         found: dict[str, Any] = {"epsilon": claim.epsilon, "limit_auc": "", "claim_p": ""}
         found |= dict.fromkeys((f"limit_at_{name}" for name in RATES), "")
         if claim.delta is None or claim.reason is not None:
