@@ -405,9 +405,8 @@ class WholeGradient:
         *,
         width: float,
         calls: int,
-        features: Tensor | None = None,
+        features: KnownFeatures | None = None,
         weight: float = 0.0,
-        known: Tensor | float = 1.0,
         by_part: bool = False,
     ) -> None:
         """Prepares the comparison, of an update of one gradient or of several local steps.
@@ -417,9 +416,8 @@ class WholeGradient:
             labels: Labels (N,) of the images.
             width: Width of the smoothed jumps of slopes; 0 leaves them.
             calls: Number of evaluations to come.
-            features: Features (N, d) of the images; None if unknown.
+            features: Features of the images; None if unknown.
             weight: Factor of the misfit of features in the slope.
-            known: 1 for entries (d,) of features that count, and 0 for others; 1 for all.
             by_part: Whether body and head are compared in squared distance, each relative to its
                 own length, and not by direction.
         """
@@ -428,12 +426,11 @@ class WholeGradient:
         start = self._matching.random_candidate(labels, generator(observation.seed, "drawn"))
         self._drawn = tuple(each.detach() for each in start.drawn)
         self._chance, self._calls, self._done = Adam(self._drawn), calls, 0
-        wanted = None if features is None else KnownFeatures(features, "relative", known=known)
         changed, spec = self._matching.changed, observation.model
         self._prior = ForwardPrior(
             observation,
             Knowledge(),
-            wanted,
+            features,
             views=(lambda x: changed.simulate(x, labels, spec)[0]) if changed.copied else None,
         )
         self._distance: Distance = cosine_distance

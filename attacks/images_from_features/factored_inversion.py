@@ -35,6 +35,7 @@ from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGr
 from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.gradient_matching._drawing import Pyramid, half_cosine
 from fedsim_attacks.gradient_matching._image_priors import (
+    KnownFeatures,
     chromatic_variation,
     exposure_factors,
     trusted_contrast,
@@ -279,8 +280,9 @@ class _Phases:
             known.labels,
             width=settings.jump_width,
             calls=iterations,
-            features=known.features,
-            known=self._told_columns(known.features),
+            features=KnownFeatures(
+                known.features, "relative", known=self._told_columns(known.features)
+            ),
             weight=_DIRECTION_FEATURES * settings.feature_weight,
         )
         return _Phase(
@@ -396,7 +398,7 @@ class _Phases:
             known.labels,
             width=settings.jump_width,
             calls=iterations,
-            features=features,
+            features=KnownFeatures(features, "relative"),
             weight=settings.feature_weight,
             by_part=True,
         )

@@ -16,7 +16,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim.types import LocalTraining
 from fedsim_attacks.fast_autograd._second_order import _smooth_max_pool, _smooth_relu
-from fedsim_attacks.gradient_matching._image_priors import chromatic_variation
+from fedsim_attacks.gradient_matching._image_priors import KnownFeatures, chromatic_variation
 from fedsim_attacks.gradient_matching._matching import MatchedUpdate
 from fedsim_attacks.images_from_features._body_gradient import (
     PartGradient,
@@ -45,7 +45,11 @@ def misfit(observation, truth, images, width=0.0):
         objective = PartGradient.of_body(observation, known, **options)
     else:
         objective = WholeGradient(
-            observation, known.labels, features=truth.features, by_part=True, **options
+            observation,
+            known.labels,
+            features=KnownFeatures(truth.features, "relative"),
+            by_part=True,
+            **options,
         )
     return objective(normalize(images, observation.model))
 

@@ -17,6 +17,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.cases import example_batch
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._profile import Profile
+from fedsim_attacks.gradient_matching._image_priors import KnownFeatures
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 from fedsim_attacks.images_from_features._body_gradient import PartGradient, WholeGradient
 from fedsim_attacks.images_from_features._heads import recover, signals
@@ -42,7 +43,12 @@ def test_the_directions_of_all_tensors_and_features_are_compared():
 
     def evaluated(images, weight):
         objective = WholeGradient(
-            observation, truth.labels, width=0, calls=1, features=truth.features, weight=weight
+            observation,
+            truth.labels,
+            width=0,
+            calls=1,
+            features=KnownFeatures(truth.features, "relative"),
+            weight=weight,
         )
         return objective(images)
 
