@@ -15,7 +15,7 @@ from sum_support import Sum, of, vectors
 
 from fedsim.federation.secure_aggregation import secrets
 from fedsim.federation.secure_aggregation.secrets import SHARE
-from fedsim.federation.secure_aggregation.terms import Ring
+from fedsim.federation.secure_aggregation.terms import AbortedError, Ring
 
 _COUNT, _LENGTH = 7, 50
 _COLLUDING = (0, 1, 2, 3)
@@ -146,3 +146,11 @@ def test_what_two_agree_on_is_of_one_session_and_one_purpose() -> None:
     assert secrets.agree_key(other, 0, keys, "mask", b"first") in found
     others = {0: keys[0], 2: keys[1]}
     assert secrets.agree_key(one, 2, others, "mask", b"first") not in found, "of whom it is, too"
+
+
+def test_a_sum_below_the_quorum_keeps_its_masks() -> None:
+    sum = Sum(of(5, 4 / 5), vectors(5, 10)).through(4)
+    answers = sum.unmask()
+    few = {client: answers[client] for client in (0, 1, 2)}
+    with pytest.raises(AbortedError, match="3 clients gave shares, 4 are needed"):
+        sum.server.reveal(few)
