@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -61,15 +62,36 @@ def test_work_that_fails_holds_up_nothing() -> None:
 
 
 def test_work_may_ask_for_its_end() -> None:
-    done, behind = list[int](), _WorkQueue()
+    done, behind, queued = list[int](), _WorkQueue(), threading.Event()
 
     def work() -> None:
-        behind.finish()
+        queued.wait(20)  # until it is among what `finish` waits for
+        behind.finish(stalled=20)
         done.append(1)
 
     behind.later(work)
-    behind.finish()
+    queued.set()
+    _within(behind.finish, 10)
     assert done == [1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_process_has_work_of_its_own(tmp_path: Path) -> None:
+    program = f"""
+import os, threading
+from pathlib import Path
+from fedsim.recording import behind
+go = threading.Event()
+behind.later(lambda: go.wait(100))
+if (child := os.fork()) == 0:
+    behind.later(Path({str(tmp_path)!r}, "child").touch)
+    behind.finish(stalled=5)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+go.set()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    assert (tmp_path / "child").exists()
 
 
 def test_the_interpreter_ends_once_all_is_done(tmp_path: Path) -> None:
