@@ -215,11 +215,9 @@ def _expect_weights(
 class _Scaled:
     """Holds a model of one vector, which it divides by a scale."""
 
-    products: _InnerProducts
-    """Products of the vector over the scale."""
+    products: _InnerProducts  # products of the vector over the scale
     weights: _Weights
-    noise: float
-    """Variance of an entry's noise, in the scale's units."""
+    noise: float  # variance of an entry's noise, in the scale's units
     log_likelihood: float
     """Log-likelihood of the vector as it was, up to a constant that depends on P alone."""
 

@@ -40,12 +40,10 @@ class _FoundDefenses:
 
     parts: tuple[DeployedPart, ...] = ()
     """Parts, outermost first, without those that change nothing."""
-    refs: tuple[PluginRef, ...] = ()
-    """Defenses of the last answer."""
+    refs: tuple[PluginRef, ...] = ()  # defenses of the last answer
     variants: tuple[tuple[PluginRef, ...], ...] = ()
     """Defenses of all answers, which differ where the server sets a norm anew."""
-    unproven: str = ""
-    """Reason why nothing is proven of them; empty if the ledger is to be asked."""
+    unproven: str = ""  # reason why nothing is proven of them; empty if the ledger is to be asked
 
     @property
     def announcements(self) -> list[dict[str, object]]:
@@ -252,8 +250,7 @@ _MEANS = (f"{_HOME}fedavg.FedAvg", f"{_HOME}fedprox.FedProx")
 class _ServerNoise:
     """What a wrapper of the server claims, and the ε for those who see its model alone."""
 
-    text: str
-    """Wrapper and its settings, what it claims, and `epsilon` or why there is none."""
+    text: str  # wrapper and its settings, what it claims, and `epsilon` or why there is none
     epsilon: float
     """ε of all recorded rounds against the client's absence; inf with a reason in `text`."""
     claimed_epsilon: float | None

@@ -49,10 +49,8 @@ class _Trials:
     run: Callable[[int, int], list[Tensors]]
     """Function (world, trial) -> the update seen in each round, with randomness of the trial's own.
     World 1 has the canary, any other world does not."""
-    towards: Sequence[Tensors]
-    """Contribution of the canary to each round."""
-    weights: Array
-    """(rounds,) weight of each round where all noise is as declared."""
+    towards: Sequence[Tensors]  # contribution of the canary to each round
+    weights: Array  # (rounds,) weight of each round where all noise is as declared
 
 
 class _Looks:

@@ -39,8 +39,7 @@ class _Labelled:
     client: str
     name: str
     """Name by which it is ordered and split: the file's own, or its path where a CSV lists it."""
-    split: str = ""
-    """Split that a CSV gives it, `train` or `test`; empty if the CSV gives none."""
+    split: str = ""  # split that a CSV gives it, `train` or `test`; empty if the CSV gives none
 
 
 def _read_labels(tree: Tree, labels: Parts) -> Iterator[_Labelled]:

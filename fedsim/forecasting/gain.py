@@ -192,12 +192,9 @@ _STEP = 1e-6
 class _Spectrum:
     """Eigenvalues of J'J that Lanczos finds from one direction of images, and its shares."""
 
-    eigenvalues: Tensor
-    """(k,) >= 0, ascending, in squared units of the update per pixel's."""
-    weights: Tensor
-    """(k,) shares of the direction's energy, of sum 1."""
-    square: float
-    """Squared length of the direction."""
+    eigenvalues: Tensor  # (k,) >= 0, ascending, in squared units of the update per pixel's
+    weights: Tensor  # (k,) shares of the direction's energy, of sum 1
+    square: float  # squared length of the direction
 
 
 class UpdateMap:

@@ -36,8 +36,7 @@ _Span = tuple[float, float]
 class _Series:
     """One defense in a chart; `label` stands beside the last point, and `hollow` dots are rings."""
 
-    color: int
-    """Number of the color, 0 for the undefended stack."""
+    color: int  # number of the color, 0 for the undefended stack
     points: Sequence[_Point]
     shape: Literal["dots", "line", "steps"] = "dots"
     label: str = ""
@@ -52,12 +51,9 @@ class _ChartAxis:
     """One axis of a chart; `name` is the text beside it."""
 
     name: str
-    ends: _Span | None = None
-    """Least and largest value on it; by default those of the points."""
-    counts: bool = False
-    """Whether the axis counts, so that ticks are whole numbers."""
-    least: float = 0.0
-    """Least length of the axis, so that noise does not look like a difference."""
+    ends: _Span | None = None  # least and largest value on it; by default those of the points
+    counts: bool = False  # whether the axis counts, so that ticks are whole numbers
+    least: float = 0.0  # least length of the axis, so that noise does not look like a difference
 
     def range_of(self, values: Sequence[float]) -> _Span:
         """Returns (least, largest) of the axis: `ends` if given, else a bit beyond `values`."""

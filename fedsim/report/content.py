@@ -55,8 +55,7 @@ class _MatrixColumn:
     attack: str
     batch_size: int
     round: int
-    case: str
-    """Batch size and round in words, each where columns differ in it; else empty."""
+    case: str  # batch size and round in words, each where columns differ in it; else empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +65,8 @@ class _MatrixCell:
     id: str
     row: LeaderboardRow
     tint: _Tint
-    plate: Plate | None
-    """None without pictures, or without room for them."""
-    detailed: bool
-    """Whether the page has room for its details."""
+    plate: Plate | None  # none without pictures, or without room for them
+    detailed: bool  # whether the page has room for its details
 
     @cached_property
     def best(self) -> Measured:
@@ -141,15 +138,12 @@ class _ComparisonSection:
     judged: Judgement
     lines: list[_MatrixCell]
     columns: list[_MatrixColumn]
-    shared: str
-    """Batch size and round in words, each where all columns share it; else empty."""
+    shared: str  # batch size and round in words, each where all columns share it; else empty
     defenses: list[_DefenseLine]
-    threats: list[tuple[str, str]]
-    """(verb, words) of `fedsim.report.threat.threat_model`."""
+    threats: list[tuple[str, str]]  # (verb, words) of `fedsim.report.threat.threat_model`
     warnings: list[str]
     figures: list[ChartGroup]
-    population: str
-    """What the intervals are of, in words."""
+    population: str  # what the intervals are of, in words
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,7 @@ class _LoggedRun:
     variant: str
     parameters: dict[str, str]
     """Name -> settings of the scenario in words, and the ε of each defense."""
-    numbers: list[tuple[str, float, int]]
-    """(name, finite value, round)."""
+    numbers: list[tuple[str, float, int]]  # (name, finite value, round)
     pictures: list[tuple[str, Tensor, int]]
     """(name, (H, W, C) uint8 pixels, round): images above, what an attack made of them below."""
 

@@ -274,10 +274,8 @@ class _Recovery:
     """One true image, and what an attack made of it (`image`), with the PSNR of that in dB."""
 
     round: int
-    client: int
-    """Number of the client; negative for an image attacked in a sum of clients' updates."""
-    truth: Tensor
-    """(C, H, W) pixels in [0, 1], as `image`."""
+    client: int  # number of the client; negative for an image attacked in a sum of clients' updates
+    truth: Tensor  # (C, H, W) pixels in [0, 1], as `image`
     image: Tensor
     psnr: float
 

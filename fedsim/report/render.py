@@ -42,8 +42,7 @@ class _Column:
 
     heading: str
     cell: Callable[[LeaderboardRow], str]
-    left_out: int = 0
-    """Order in which columns leave a table that is too wide; 0: never."""
+    left_out: int = 0  # order in which columns leave a table that is too wide; 0: never
     short: Callable[[LeaderboardRow], str] | None = None
     """A narrower cell, which then takes its place."""
 

@@ -139,8 +139,7 @@ class _Loss:
     images: Tensor
     labels: Tensor
     mean: float
-    factors: tuple[float, ...]
-    """Factors by which a sum of losses, or their plain mean, exceeds it."""
+    factors: tuple[float, ...]  # factors by which a sum of losses, or their plain mean, exceeds it
     differentiated: bool = False
 
     def mark(self, _: Tensor) -> None:

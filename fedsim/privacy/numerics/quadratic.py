@@ -343,8 +343,7 @@ class _Form:
     rest: Array
     shift: Array
     count: Array
-    log_rest: Array
-    """log(1 - a)."""
+    log_rest: Array  # log(1 - a)
     eps: Array
 
     @classmethod
@@ -380,14 +379,10 @@ class _Saddle:
     """The point where the path crosses the real axis, and the integrand's behaviour around it."""
 
     s: Array
-    beyond: Array
-    """1 + s"""
-    w: Array
-    """1 + s a_j, of shape (groups, N)."""
-    slope: Array
-    """The derivative of the integrand's logarithm."""
-    curvature: Array
-    """The second derivative of the integrand's logarithm."""
+    beyond: Array  # 1 + s
+    w: Array  # 1 + s a_j, of shape (groups, N)
+    slope: Array  # the derivative of the integrand's logarithm
+    curvature: Array  # the second derivative of the integrand's logarithm
 
     def log_integrand(self, form: _Form) -> Array:
         value = (form.count * (-self.s * form.log_rest - np.log(self.w)) / 2).sum(0)
