@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from fedsim.recording.exchanges import Recorder
+from fedsim.recording.exchanges import NO_ROOM, Recorder, left_out
 from fedsim.recording.files import read_tensors
 
 
@@ -26,3 +27,13 @@ def test_arrays_of_any_order_are_recorded_as_they_are(tmp_path: Path) -> None:
     assert set(found) == set(arrays)
     for name, array in arrays.items():
         assert torch.equal(found[name], torch.from_numpy(array.copy())), name
+
+
+def test_an_answer_without_room_leaves_nothing(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 7, "server", rounds=None, clients=None, max_bytes=2000)
+    digest = recorder.save_broadcast(1, {"w": np.zeros(1)})
+    assert digest is not None
+    order: dict[str, Any] = {"round": 1, "node_id": 3, "message_id": "a", "broadcast": digest}
+    recorder.save_reply({"w": np.zeros(1000)}, **order, config={}, metrics={})
+    assert not list(tmp_path.rglob("node-*"))
+    assert left_out(recorder.folder) == [f"{NO_ROOM}: 1 message"]

@@ -204,7 +204,10 @@ def test_a_federation_goes_on_where_its_clients_were(tmp_path: Path) -> None:
 
 
 def of(sampling: Any, correlation: float, **changes: Any) -> PrivacyClaim:
-    declared = LocalTraining(algorithm="fedavg", steps=2, batch_size=10, lr=0.1, sampling=sampling)
+    steps = changes.pop("steps", 2)
+    declared = LocalTraining(
+        algorithm="fedavg", steps=steps, batch_size=10, lr=0.1, sampling=sampling
+    )
     arguments = {"rounds": 3, "num_examples": 40, "delta": 1e-3, **changes}
     multiplier = arguments.pop("multiplier", 2.0)
     defense = (
@@ -257,6 +260,12 @@ def test_an_example_is_in_one_batch_of_an_epoch(examples: int, releases: int) ->
     assert alone == drawn, "the first batch of an epoch is drawn as any batch is"
     every = of("epochs", 0.5, num_examples=examples)
     assert every.epsilon == of("without_replacement", 0.5, num_examples=10).epsilon
+
+
+def test_an_epoch_that_is_begun_counts_whole() -> None:
+    """Five steps of epochs of two: an example may be in a batch of each of three orders."""
+    found = of("epochs", 0.0, num_examples=20, steps=5)
+    assert found.epsilon == gaussian.epsilon(2.0 / 2 / math.sqrt(9), 1e-3)
 
 
 def test_beyond_the_draws_a_bound_without_any_is_claimed() -> None:
