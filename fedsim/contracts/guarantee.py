@@ -123,7 +123,7 @@ class Composed:
     """Composes independent releases of the same data; a FedsimError if their unit or β differs."""
 
     parts: tuple[CurveMechanism, ...]
-    """At least one release."""
+    """One release or more."""
 
     def __post_init__(self) -> None:
         # A curve hides distances up to its β, and so two βs hold for different neighbours.
