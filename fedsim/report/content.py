@@ -274,7 +274,7 @@ class Content:
 
     @cached_property
     def scenarios(self) -> list[_ScenarioSummary]:
-        """By scenario: `name`, `runs`, `summary` (a sentence), `utility` (its rows) and `again`."""
+        """Each scenario's `name`, `runs`, `summary` (a sentence), `utility` (rows) and `again`."""
         by_name: dict[str, list[StoredRun]] = {}
         for run in self.runs:
             by_name.setdefault(run.name, []).append(run)
