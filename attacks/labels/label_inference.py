@@ -39,7 +39,8 @@ from fedsim.types import LocalTraining, Observation, Reconstruction, StepRule, T
 from fedsim_attacks._attack_kinds import DirectAttack
 
 _DUMMIES = 32  # Gaussian images, at whose response the last layer is linearized
-_COMPARED = 1 << 20  # entries of a gradient that are compared, at most about twice as many
+_COMPARED = 1 << 20  # most entries of a gradient that are compared
+_HELD = 1 << 25  # most entries of all classes' gradients together: 256 MiB
 _ROUNDS = 20  # rounds of the fixed-point iteration for the counts
 _SLACK = 0.1  # images by which noise may raise the lower bound of a count
 _SCALES = (1.02, 1.15, 1.3, 1.45, 1.6, 1.8, 2.0, 2.3, 2.7, 3.2, 4.0)
@@ -139,9 +140,11 @@ def _counts_of_direction(model: Classifier, observation: Observation) -> Tensor:
     ).to(device)
     loss = loss_function(model, {n: t.clone() for n, t in observation.buffers.items()}, training)
 
+    most = min(_COMPARED, max(1, _HELD // classes))
+
     def entries(gradient: Tensors) -> Tensor:
         flat = torch.cat([t.flatten() for n, t in gradient.items() if observation.update[n].any()])
-        return flat[:: 1 + len(flat) // _COMPARED].double()
+        return flat[:: 1 + len(flat) // most].double()
 
     found = []
     for label in torch.arange(classes, device=device):

@@ -206,6 +206,9 @@ class Recorder:
         if base.with_suffix(".json").exists():
             self.leave_out(TWICE)
             return
+        # Before the copies that writing takes, which are larger than the answer.
+        if not self._has_room(sum(array.nbytes for array in reply.values())):
+            return
         content = _serialize(reply)
         if not self._write(base.with_suffix(".safetensors"), content):
             return
@@ -269,12 +272,17 @@ class Recorder:
 
     def _write(self, path: Path, content: bytes) -> bool:
         """Writes `content` if it fits below the bound, and else counts it as left out."""
-        if self._used + len(content) > self._max_bytes:
-            self.leave_out(NO_ROOM)
+        if not self._has_room(len(content)):
             return False
         write_bytes(path, content, private=True, durable=False)
         self._used += len(content)
         return True
+
+    def _has_room(self, size: int) -> bool:
+        if self._used + size <= self._max_bytes:
+            return True
+        self.leave_out(NO_ROOM)
+        return False
 
 
 def _serialize(arrays: Arrays) -> bytes:
@@ -409,8 +417,9 @@ LONGEST, MOST = 200, 200
 
 def _number(value: object) -> float | None:
     # To Python a truth value is an integer; an int of JSON may be too large for a float.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) <= LARGEST else None  # type: ignore
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) <= LARGEST else None
 
 
 PlainValue = bool | int | Annotated[float, Field(allow_inf_nan=False)] | str | list[str]
